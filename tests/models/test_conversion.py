@@ -203,6 +203,35 @@ def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path):
     _edit(rope_parameters=..., rope_scaling=..., rope_theta=7e3)(tmp_path)
     expected, found = transformers.AutoConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
     assert found.rope_theta == expected.rope_parameters["rope_theta"] == 7000.0
+    # All of the head is rotated, and no window is set.
+    rope = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}
+    _edit(rope_parameters=rope, model_type="smollm3", no_rope_layers=[1, 0, 1])(tmp_path)
+    expected, found = transformers.AutoConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
+    assert found.rope_theta == expected.rope_parameters["rope_theta"] == 5000.0
+    assert set(expected.layer_types) == {"full_attention"} and set(found.attention_of_layers) == {"dense"}
+
+
+def test_a_mistral_has_the_layers_that_its_file_names(tmp_path):
+    theirs("Mistral", tmp_path, sliding_window=7)
+    _edit(layer_types=["sliding_attention", "full_attention", "sliding_attention"])(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    config, tensors = read_hf_model(tmp_path)
+    tokens = torch.randint(53, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = logits(model, tokens)
+    torch.testing.assert_close(
+        logits(ours(config, tensors), tokens), expected, rtol=0, atol=2e-5 * expected.abs().max()
+    )
+
+
+def test_tied_embeddings_may_be_stored_twice_if_they_are_equal(folder, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    _edit(tie_word_embeddings=True)(copy)
+    with pytest.raises(UserError, match=r"tie_word_embeddings = true, but lm_head\.weight differs"):
+        read_hf_model(copy)
+    _edit_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 0}))(copy)
+    config, tensors = read_hf_model(copy)
+    assert config.tie_embeddings and "head.weight" not in tensors
 
 
 def _second(folder):
@@ -225,6 +254,10 @@ BAD = [
         "the rope parameters {.*} of sliding_attention are not supported",
     ),
     (_edit(num_hidden_layers=1_000), r"got \d+ tensors, but config.json has 1,000 layers"),
+    (
+        _edit(model_type="qwen3", layer_types=["full_attention"] * 2),
+        "layer_types names 2 layers, but num_hidden_layers is 3",
+    ),
     (_edit(hidden_act="gelu"), "the activation 'gelu'"),
     (_edit(vocab_size=...), "lacks the key 'vocab_size'"),
     (_edit(quantization_config={"bits": 4}), "quantised weights"),

@@ -20,10 +20,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, model_of_folder, read_tensors
+from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, model_of_folder, read_tensors, shards_of
 from trifocal.models.model_config import MAX_LAYERS, Attention, ModelConfig
 from trifocal.nn import RopeScaling
 from trifocal.paths import read_json
@@ -39,12 +40,14 @@ _SLIDING_WINDOW = 4096
 _ORIGINAL = "original_max_position_embeddings"
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
-_ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
+_ROPE_KEYS = {"type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"}
+_ROPE_KEYS |= {field.name for field in fields(RopeScaling)}
 # Parameters without which transformers does not load a type. It infers the others.
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
+_HEAD = "lm_head.weight"
 _SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = {
     "embedding": "model.embed_tokens",
@@ -74,11 +77,25 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     config = read_hf_config(folder)
     expected = model_of_folder(config, folder).state_dict()
-    # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
-    ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
-    return config, read_tensors(
-        folder, expected, lambda name: hf_name(name, config.norm_after), lambda name: name.endswith(ignored)
+    twice = config.tie_embeddings and _HEAD in shards_of(folder)
+    if twice:
+        expected["head.weight"] = expected["embedding.weight"]
+    # Old files hold the frequencies too.
+    tensors = read_tensors(
+        folder,
+        expected,
+        lambda name: hf_name(name, config.norm_after),
+        lambda name: name.endswith("rotary_emb.inv_freq"),
     )
+    if twice:
+        embedding = tensors["embedding.weight"]
+        # transformers does not tie them then.
+        if not torch.equal(tensors.pop("head.weight").to(embedding.dtype), embedding):
+            raise UserError(
+                f"{folder / CONFIG_FILE} has tie_word_embeddings = true, but {_HEAD} differs from the embeddings; set "
+                "it to false"
+            )
+    return config, tensors
 
 
 def read_hf_settings(folder: Path) -> dict[str, Any]:
@@ -143,7 +160,7 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
     count = int(found["num_hidden_layers"])
     if not 1 <= count <= MAX_LAYERS:
         raise ValueError(f"num_hidden_layers must be from 1 to {MAX_LAYERS:,}, got {count:,}")
-    window = found.get("sliding_window", _SLIDING_WINDOW)
+    window = found.get("sliding_window", None if kind == "smollm3" else _SLIDING_WINDOW)
     switched_off = kind in ("qwen2", "qwen3", "smollm3") and not found.get("use_sliding_window", False)
     if switched_off or kind in ("llama", "olmo2"):
         window = None
@@ -153,9 +170,11 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
         named = ["sliding_attention" if index in unrotated else "full_attention" for index in range(count)]
     if named is None and kind == "olmo3":
         named = ["full_attention" if index % 4 == 3 else "sliding_attention" for index in range(count)]
-    if named is None or kind in ("llama", "mistral", "olmo2"):
+    if named is None or kind in ("llama", "olmo2"):
         first = (0 if kind == "mistral" else found.get("max_window_layers", 28)) if window else count
         named = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(0, count - first)
+    if len(named) != count:
+        raise ValueError(f"layer_types names {len(named)} layers, but num_hidden_layers is {count}")
     unknown = [name for name in named if name not in _LAYER_TYPES]
     if unknown:
         raise ValueError(f"the layer type {unknown[0]!r} is not supported")

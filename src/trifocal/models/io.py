@@ -140,7 +140,7 @@ def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
     """The model that the files of a folder are for, without weights; UserError if the files are missing, or have fewer
     tensors than the model has layers, which may be a million.
     """
-    stored = len(_shards_of(folder))
+    stored = len(shards_of(folder))
     if config.num_layers > stored:
         raise UserError(f"{folder}: got {stored} tensors, but {CONFIG_FILE} has {config.num_layers:,} layers")
     with torch.device("meta"):
@@ -216,7 +216,7 @@ def read_tensors(
     which `is_ignored` holds need not be expected. Raises UserError, with the name, for a file or tensor that is
     missing, unknown or broken, or does not fit.
     """
-    shards = _shards_of(folder)
+    shards = shards_of(folder)
     names = {name: stored_name(name) for name in expected}
     unknown = [name for name in shards.keys() - set(names.values()) if not is_ignored(name)]
     if unknown:
@@ -245,8 +245,8 @@ def read_tensors(
     return tensors
 
 
-def _shards_of(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+def shards_of(folder: Path) -> dict[str, Path]:
+    """The file of each stored tensor, by its name there; UserError if a file is missing or broken."""
     index = folder / INDEX_FILE
     whole = folder / WEIGHTS_FILE
     if whole.is_file():
