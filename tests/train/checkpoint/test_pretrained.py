@@ -202,6 +202,10 @@ def test_flags_go_before_the_weights_where_they_fit(source, tmp_path):
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(UserError, match=rf"^{path} is a GGUF; convert it first: trifocal convert {path} OUT"):
             load_model(path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="adapter has only an adapter; merge it into its model first"):
+        load_model(tmp_path / "adapter")
     with pytest.raises(UserError, match=r"there is no run at .*nowhere: no such folder"):
         begin(tmp_path, tmp_path / "nowhere")
     (tmp_path / "model.safetensors").touch()

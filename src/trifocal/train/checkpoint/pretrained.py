@@ -217,6 +217,8 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
         return Pretrained(found, run_of(path.parent.parent))
     if not is_run(path) and (path.suffix == ".gguf" or any(path.glob("*.gguf"))):
         raise UserError(f"{path} is a GGUF; convert it first: trifocal convert {shell_path(path)} OUT --to dense")
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"{path} has only an adapter; merge it into its model first (PEFT: merge_and_unload)")
     config, weights, checkpoints = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
     newest = checkpoint_step(checkpoints[-1]) if checkpoints else weights_step(weights)
     if not checkpoint and (weights / MODEL_CONFIG_FILE).is_file() and weights_step(weights) == newest:
