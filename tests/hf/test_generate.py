@@ -179,6 +179,14 @@ def test_a_conversation_continues_with_its_cache(model, rows):
     assert torch.equal(generate(model, rows[0][None], past_key_values=cache), first)
 
 
+@pytest.mark.parametrize("options", [{}, {"layer_types": ("window", "dense")}], ids=lambda options: " ".join(options))
+def test_a_cache_of_inference_mode_is_continued_outside(options, rows):
+    model, cache = model_of(**options), DynamicCache()
+    with torch.inference_mode():
+        model(rows[0][None, :-1], past_key_values=cache)
+    assert torch.equal(generate(model, rows[0][None], past_key_values=cache), generate(model, rows[0][None]))
+
+
 @torch.no_grad()
 def test_rows_are_repeated_chosen_and_cut(model, rows):
     tokens, mask = padded(rows, "left")

@@ -56,6 +56,10 @@ class TrifocalLayer(DynamicLayer):
         `like` gives type and device.
         """
         shapes, rows = layer_shapes(config, kind, page_size, LARGEST_SIZE, SLACK), len(self.columns)
+        if not torch.is_inference_mode_enabled():
+            # Those of an earlier pass under inference_mode can be written to only there.
+            for tensors in (self.pages, self.rings):
+                tensors.update({name: x.clone() for name, x in tensors.items() if x.is_inference()})
         if num_pages > self.num_pages:
             before, self.pages, self.num_pages = self.pages, {}, num_pages
             for name, shape in shapes.pages.items():
