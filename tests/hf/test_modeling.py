@@ -266,6 +266,12 @@ def test_configurations():
     assert (content["hidden_size"], content["num_key_value_heads"], content["head_dim"]) == (48, 2, 64)
     again = TrifocalConfig.from_dict(content)
     assert again.to_model_config() == config.to_model_config() and again.eos_token_id == 5
+    # What is set counts before it is saved too.
+    again.sliding_window, again.rms_norm_eps = 16, 1e-3
+    changed = again.to_model_config()
+    assert (changed.sliding_window, changed.norm_eps) == (16, 1e-3)
+    assert TrifocalConfig.from_dict(content, sliding_window=16, norm_eps=1e-3).to_model_config() == changed
+    assert TrifocalConfig.from_dict(json.loads(again.to_json_string())).to_model_config() == changed
     with pytest.raises(UserError, match=r"got hidden_size = 64, but model\.dim = 48; give both one value"):
         TrifocalConfig.from_dict(content | {"hidden_size": 64})
     with pytest.raises(UserError, match=r"model\.num_heads must be a multiple of model\.num_kv_heads, got 6 and 4"):

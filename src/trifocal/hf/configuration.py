@@ -12,7 +12,7 @@ from trifocal.hf.layer_cache import LAYER_TYPE
 from trifocal.models import ModelConfig
 from trifocal.models.io import AUTO_MAP, MODEL_TYPE, STANDARD_NAMES, check_standard_names, write_modeling_file
 
-_MODEL_KEYS = {key.name for key in fields(ModelConfig)}
+_MODEL_KEYS = {key.name for key in fields(ModelConfig)} - {"from_"}
 
 
 def _key_of_model(name: str) -> Any:
@@ -32,9 +32,9 @@ class TrifocalConfig(PreTrainedConfig):
     """Configuration of a Trifocal model in transformers.
 
     `model` has the keys of the section `[model]` in a run's `config.toml`, with the same meaning. They may be given
-    here one by one, also under transformers' own names, which `config.json` has too: `hidden_size`,
-    `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps`,
-    `tie_word_embeddings`.
+    here one by one, and all but `layer_types` be set, also under transformers' own names, which `config.json` has too:
+    `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`,
+    `rms_norm_eps`, `tie_word_embeddings`.
 
     Args:
         model: Nested plain values, as `ModelConfig.to_dict` gives them; missing keys take their defaults.
@@ -53,16 +53,6 @@ class TrifocalConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
-
-    vocab_size = _key_of_model("vocab_size")
-    head_dim = _key_of_model("head_dim")
-    hidden_size = _key_of_model("dim")
-    intermediate_size = _key_of_model("mlp_dim")
-    num_hidden_layers = _key_of_model("num_layers")
-    num_attention_heads = _key_of_model("num_heads")
-    num_key_value_heads = _key_of_model("num_kv_heads")
-    rms_norm_eps = _key_of_model("norm_eps")
-    tie_word_embeddings = _key_of_model("tie_embeddings")
 
     def __post_init__(self, **values: Any) -> None:
         given = dict(self.model)
@@ -107,3 +97,8 @@ class TrifocalConfig(PreTrainedConfig):
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         write_modeling_file(Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+
+# What is set is the model's at once, not only once it is saved; layer_types is what transformers' caches read.
+for _name, _key in {**STANDARD_NAMES, **{key: key for key in _MODEL_KEYS - {"layer_types"}}}.items():
+    setattr(TrifocalConfig, _name, _key_of_model(_key))
