@@ -106,6 +106,13 @@ def test_dense_equivalent_is_the_dense_baseline(make_config):
     assert sparse.executed_training == 3 * sparse.executed_forward
 
 
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"compressor": "mlp"}, {"chooser": "index"}], ids=str)
+def test_packed_documents_count_as_sequences_of_their_own(make_config, options):
+    config, lengths = make_config(**options), [70, 3, 200]
+    apart = sum(length * flops_per_token(config, length).executed_training for length in lengths)
+    assert flops_per_token(config, lengths).executed_training == pytest.approx(apart / sum(lengths), rel=1e-12)
+
+
 @pytest.mark.parametrize(("length", "message"), [(0, "at least 1, got 0"), (2.5, "an integer, got 2.5")])
 def test_a_length_must_be_a_positive_integer(length, message):
     with pytest.raises(ValueError, match=f"sequence_length must be {message}"):

@@ -20,10 +20,12 @@ from trifocal.data import prefetch
 from trifocal.data.sources.text import TextSource
 from trifocal.errors import UserError
 from trifocal.inference import Engine
+from trifocal.models import flops_per_token
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
-from trifocal.train import load_config, resume, train
+from trifocal.train import load_config, resume, run_logger, train
 from trifocal.train import setup as train_setup
+from trifocal.train.step.step import TrainStep
 from trifocal.train.validation_loss import Evaluation
 
 
@@ -87,6 +89,33 @@ def test_a_run_writes_what_it_promises(tmp_path, capsys):
     phases = {"data", "forward", "backward", "optimizer", "checkpoint", "evaluate", "telemetry", "sample"}
     assert phases <= heartbeat[-1]["total_seconds"].keys()
     assert "step 40/40" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("only", ["all", "chooser"])
+def test_utilisation_counts_the_documents_of_the_step_and_what_is_trained(tmp_path, monkeypatch, only):
+    """Rows of 64 tokens have several documents, and nothing goes back through a frozen model."""
+    monkeypatch.setattr(run_logger, "peak_bf16_flops", lambda name: 1e9)
+    flags = ("--model.chooser", "index", "--train.sequence_length", "64", "--train.steps", "1", "--train.only", only)
+    config = make_config(tmp_path, *flags)
+    documents = []
+    original = TrainStep.run
+
+    def run(self, step, batches, **kwargs):
+        for batch in batches:
+            # The borders that the targets and the rows have.
+            ends = [index + 1 for index, target in enumerate(batch.targets.flatten().tolist()) if target < 0]
+            ends = sorted({*ends, *range(64, batch.tokens.numel() + 1, 64)})
+            documents.extend(end - begin for begin, end in itertools.pairwise([0, *ends]))
+        return original(self, step, batches, **kwargs)
+
+    monkeypatch.setattr(TrainStep, "run", run)
+    train(config)
+    [row] = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    assert sum(documents) == 4 * 64 and len(documents) > 4
+    kind = "training" if only == "all" else "forward"
+    for figure in ("executed", "dense_equivalent"):
+        needed = sum(n * getattr(flops_per_token(config.model, n), f"{figure}_{kind}") for n in documents) / 256
+        assert row[f"{figure}_mfu"] == pytest.approx(row["tokens_per_second"] * needed / 1e9, rel=1e-6)
 
 
 def test_the_saved_config_names_the_commit_that_the_loader_found(tmp_path, monkeypatch, capsys):

@@ -71,6 +71,13 @@ class Batch(NamedTuple):
         """Documents of `cu_seqlens`; 0 where that is None."""
         return 0 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
+    @property
+    def document_lengths(self) -> list[int]:
+        """Tokens of each document, or of each row where `cu_seqlens` is None."""
+        num_rows, length = self.rows.shape
+        lengths: list[int] = [length] * num_rows if self.cu_seqlens is None else self.cu_seqlens.diff().tolist()
+        return lengths
+
 
 def _log_stall(age_seconds: float, activity: str) -> None:
     _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)

@@ -3,10 +3,12 @@
 Counted are the multiplications and additions (two operations a pair) of every matrix product that the mathematics
 needs. Norms, rotary positions, softmax, gates' mixing, the mean compressor and the choice of blocks are
 not products and are not counted; an embedding is a look-up. Attention counts the keys that each query sees, exactly,
-averaged over the positions of a sequence: early queries see fewer. Backward counts twice the forward;
+averaged over the positions of a document: early queries see fewer. Backward counts twice the forward;
 recomputation by activation checkpointing or a kernel is not counted.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -43,19 +45,21 @@ def _without_weights(config: ModelConfig) -> DecoderLM:
         return DecoderLM(config)
 
 
-def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
+def flops_per_token(config: ModelConfig, sequence_length: int | Sequence[int]) -> Flops:
     """Operations per token, averaged over a sequence.
 
     Args:
         config: The model.
-        sequence_length: Tokens of the sequence, all in one document.
+        sequence_length: Tokens of the sequence, all in one document; or those of each of its packed documents.
 
     Raises:
-        ValueError: If the length is no positive integer.
+        ValueError: If a length is no positive integer.
     """
-    check_whole_number("sequence_length", sequence_length, 1)
-    executed, choosing = _forward_flops(config, sequence_length)
-    dense, _ = _forward_flops(replace(config, attention="dense", layer_types=()), sequence_length)
+    lengths = sequence_length if isinstance(sequence_length, Sequence) else [sequence_length]
+    for length in lengths:
+        check_whole_number("sequence_length", length, 1)
+    executed, choosing = _forward_flops(config, lengths)
+    dense, _ = _forward_flops(replace(config, attention="dense", layer_types=()), lengths)
     return Flops(executed + choosing, 3 * executed + choosing, dense, 3 * dense)
 
 
@@ -99,24 +103,30 @@ def _attended(config: ModelConfig, kind: Attention, sequence_length: int) -> int
     return dense_keys(sequence_length)
 
 
-def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, float]:
+def _forward_flops(config: ModelConfig, lengths: Sequence[int]) -> tuple[float, float]:
     """Operations per token, and of them those that only choose blocks and are not gone back through."""
+    geometry, tokens = config.geometry, sum(lengths)
+    kinds = config.attention_of_layers
+    keys = {kind: sum(_attended(config, kind, length) for length in lengths) / tokens for kind in set(kinds)}
+    blocks = sum(map(geometry.num_compressed_blocks, lengths)) * config.num_kv_heads / tokens
     total, choosing = 2.0 * config.dim * config.vocab_size, 0.0
-    for kind, block in zip(config.attention_of_layers, _without_weights(config).blocks, strict=True):
-        keys = _attended(config, kind, sequence_length) / sequence_length
-        total += _matrix_flops(config, block, sequence_length)
-        total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys
+    for kind, (weights, of_phi) in zip(kinds, _matrices(config), strict=True):
+        total += 2 * (weights + of_phi * blocks)
+        total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys[kind]
         if kind in ("nsa", "selected") and config.has_index:
-            choosing += config.num_kv_heads * INDEX_DIM * (sequence_length + 1)
+            choosing += 2 * config.num_kv_heads * INDEX_DIM * sum(map(dense_keys, lengths)) / tokens
         elif kind == "selected":
-            compressed = compressed_keys(config.geometry, sequence_length) / sequence_length
+            compressed = sum(compressed_keys(geometry, length) for length in lengths) / tokens
             choosing += 2 * config.num_heads * config.head_dim * compressed
     return total, choosing
 
 
-def _matrix_flops(config: ModelConfig, block: nn.Module, sequence_length: int) -> float:
-    """Forward operations per token in the matrices of one layer; those of a learned φ run once for each block."""
-    weights = {name: part.weight.numel() for name, part in block.named_modules() if isinstance(part, nn.Linear)}
-    of_phi = sum(count for name, count in weights.items() if "_compressor." in name)
-    blocks = config.geometry.num_compressed_blocks(sequence_length) * config.num_kv_heads
-    return 2 * (sum(weights.values()) - of_phi + of_phi * blocks / sequence_length)
+@functools.cache
+def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
+    """Weights in the matrices of each layer: those of all tokens, and those of a learned φ, which run once a block."""
+    found = []
+    for block in _without_weights(config).blocks:
+        weights = {name: part.weight.numel() for name, part in block.named_modules() if isinstance(part, nn.Linear)}
+        of_phi = sum(count for name, count in weights.items() if "_compressor." in name)
+        found.append((sum(weights.values()) - of_phi, of_phi))
+    return found

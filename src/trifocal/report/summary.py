@@ -2,9 +2,9 @@
 
 Every threshold is here, with a name.
 
-Speed for the hardware is the FLOPs of a token (`flops_per_token(...).executed_training`) times the median of tokens/s,
-divided by the peak of the GPUs, the dense bf16 speed of their data sheet, in any precision: the median of the metrics'
-`executed_mfu`. For other devices no peak is known.
+Speed for the hardware is the median of the metrics' `executed_mfu`: the FLOPs of a token (`flops_per_token`, of the
+documents of a step) times tokens/s, divided by the peak of the GPUs, the dense bf16 speed of their data sheet, in any
+precision. For other devices no peak is known.
 """
 
 import math

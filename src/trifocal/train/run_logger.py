@@ -49,7 +49,7 @@ class RunLogger:
         self._device = setup.device
         self._row_tokens = config.train.sequence_length
         self._tokens_per_step = config.train.global_batch_size * self._row_tokens
-        self._flops = flops_per_token(config.model, config.train.sequence_length)
+        self._model_config, self._trains_all = config.model, config.train.only == "all"
         peak = peak_bf16_flops(torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "")
         self._peak_flops = None if peak is None else peak * setup.processes.size
         # Since the last row.
@@ -140,8 +140,15 @@ class RunLogger:
         if result.divergence is not None:
             row["divergence"] = result.divergence.item()
         if self._peak_flops is not None:
-            row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops
-            row["dense_equivalent_mfu"] = tokens_per_second * self._flops.dense_equivalent_training / self._peak_flops
+            # Attention crosses no border of a document, and nothing goes back through what is frozen.
+            flops = flops_per_token(
+                self._model_config, [length for batch in result.batches for length in batch.document_lengths]
+            )
+            executed, dense = flops.executed_training, flops.dense_equivalent_training
+            if not self._trains_all:
+                executed, dense = flops.executed_forward, flops.dense_equivalent_forward
+            row["executed_mfu"] = tokens_per_second * executed / self._peak_flops
+            row["dense_equivalent_mfu"] = tokens_per_second * dense / self._peak_flops
         self.metrics.write("train", step, **row)
         if bad.first and not self._skipped_reported:
             self._skipped_reported = True
