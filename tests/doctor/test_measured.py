@@ -32,6 +32,12 @@ def test_steps_on_the_data_of_the_config(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_muon_has_a_smaller_state_and_smaller_checkpoints(tmp_path):
+    flags = ("--data.source", "text:/nowhere", "--run.device", "cpu", "--parallel.context", "3")
+    adamw, muon = (need_of("", make_config(tmp_path, *flags, "--optimizer.kind", kind)) for kind in ("adamw", "muon"))
+    assert 0 < muon.state_bytes < adamw.state_bytes and 0 < muon.disk_bytes < adamw.disk_bytes
+
+
 def test_data_that_cannot_be_read_are_named(tmp_path):
     need = need_of("tiny", make_config(tmp_path, "--data.source", "text:/nowhere"))
     assert "/nowhere" in need.problem and need.data == "measured on random tokens, as text:/nowhere cannot be read"

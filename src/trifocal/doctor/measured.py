@@ -14,7 +14,7 @@ from trifocal.errors import UserError, one_line
 from trifocal.models import parameter_count
 from trifocal.runlog import read_metrics
 from trifocal.testing.processes import ProcessesFailed, run_processes
-from trifocal.train.config.check import choose_device, disk_bytes, existing_folder, preflight
+from trifocal.train.config.check import choose_device, disk_bytes, existing_folder, preflight, state_bytes
 from trifocal.train.config.load import override
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_toml
@@ -22,8 +22,6 @@ from trifocal.train.out_of_memory import memory_remedies
 
 LIMIT_SECONDS = 300.0
 """Steps that have not ended by then are stopped."""
-STATE_BYTES_PER_PARAMETER = 16
-"""Weight, gradient and both moments of AdamW, each fp32; Muon has one moment for its matrices: 12 bytes."""
 _MAX_MICRO_BATCHES = 2
 # More steps than are taken, so that no end is saved.
 _ONLY_STEPS: dict[str, Any] = {
@@ -71,14 +69,9 @@ def need_of(name: str, config: RunConfig) -> Need:
 
     Where the config's data cannot be read, the steps take random tokens, and `data` and `problem` say so.
     """
-    parameters = parameter_count(config.model)
-    need = Need(
-        name=name,
-        parameters=parameters,
-        state_bytes=STATE_BYTES_PER_PARAMETER * parameters,
-        disk_bytes=disk_bytes(config),
-    )
+    need = Need(name=name, parameters=parameter_count(config.model), state_bytes=0, disk_bytes=0)
     try:
+        need = replace(need, state_bytes=sum(state_bytes(config)), disk_bytes=disk_bytes(config))
         device = choose_device(config.run.device)
         processes = _processes(config, device)
         preflight(config, device, processes)

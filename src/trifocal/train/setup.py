@@ -24,7 +24,7 @@ from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.cuda_graphs import make_graphs
 from trifocal.train.step.micro_batch import LossFunction
-from trifocal.train.step.optimizer import index_parameters, make_optimizer
+from trifocal.train.step.optimizer import freeze, make_optimizer
 from trifocal.train.step.schedule import change_step
 from trifocal.train.validation_loss import read_validation_batches
 
@@ -153,10 +153,7 @@ class TrainSetup:
         if begins and config.model.from_:
             self.processes.run_on_all(lambda: load_pretrained_weights(model, config.model.from_))
             self.notes.append(f"begins with the weights of {config.model.from_}")
-        if config.train.only == "chooser":
-            model.requires_grad_(False)
-            for parameter in index_parameters(model):
-                parameter.requires_grad_()
+        freeze(model, config.train.only)
         model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         return model
 

@@ -6,11 +6,11 @@ import shutil
 import pytest
 import torch
 
-from tests.train.tiny import make_config
+from tests.train.tiny import before_step, make_config
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train import resume, train
-from trifocal.train.config.check import choose_device, disk_bytes, preflight
+from trifocal.train.config.check import choose_device, disk_bytes, preflight, state_bytes
 
 CPU = torch.device("cpu")
 
@@ -114,6 +114,24 @@ def test_compiling_needs_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
         preflight(config, CPU)
+
+
+@pytest.mark.parametrize("flags", [(), ("--optimizer.kind", "muon"), ("--train.only", "chooser")], ids=str)
+def test_the_state_is_what_a_training_keeps(tmp_path, monkeypatch, flags):
+    """Muon keeps one number a weight of its matrices, AdamW two, and a frozen weight has none and no gradient."""
+    config = make_config(tmp_path, *INDEX, "--train.sequence_length", "64", "--train.steps", "2", *flags)
+    found = {}
+
+    def look(step, parts):
+        optimizer = parts["optimizer"]
+        moments = [one for state in optimizer.state.values() for name, one in state.items() if name != "step"]
+        gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        found[step] = sum(4 * one.numel() for one in moments), sum(4 * one.numel() for one in gradients)
+
+    before_step(monkeypatch, look)
+    train(config)
+    weights = sum(4 * parameter.numel() for parameter in DecoderLM(config.model).parameters())
+    assert state_bytes(config) == (weights + found[2][0], found[2][1])
 
 
 def test_a_disk_too_small_for_the_checkpoints(tmp_path, monkeypatch):

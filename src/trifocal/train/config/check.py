@@ -9,19 +9,18 @@ import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.errors import UserError
-from trifocal.models import parameter_count
+from trifocal.models import DecoderLM
 from trifocal.ops.devices import computes_bf16
 from trifocal.ops.dispatch import resolve
 from trifocal.runlog.sinks import check_sinks
 from trifocal.runlog.traces.tracer import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
+from trifocal.train.step.optimizer import freeze, make_optimizer
 from trifocal.train.step.schedule import change_step
 
 LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
-# Weights and the two moments of AdamW, each fp32. Muon has one for its matrices: 8 bytes.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 
 
 def choose_device(wanted: str | torch.device) -> torch.device:
@@ -250,7 +249,21 @@ def disk_bytes(config: RunConfig) -> int:
         kept += 1
     if saving.keep_every_steps:
         kept += steps // saving.keep_every_steps
-    return kept * parameter_count(config.model) * CHECKPOINT_BYTES_PER_PARAMETER
+    return kept * state_bytes(config)[0]
+
+
+def state_bytes(config: RunConfig) -> tuple[int, int]:
+    """Bytes of what a checkpoint has, weights and the optimizer's moments, and of the gradients beside; all fp32."""
+    with torch.device("meta"):
+        model = DecoderLM(config.model)
+    freeze(model, config.train.only)
+    numbers = trained = 0
+    for group in make_optimizer(model, config.optimizer).param_groups:
+        size = sum(parameter.numel() for parameter in group["params"])
+        # Muon has one moment, AdamW two.
+        numbers += size * (1 if "momentum" in group else 2)
+        trained += size
+    return 4 * (numbers + sum(parameter.numel() for parameter in model.parameters())), 4 * trained
 
 
 def _notes(config: RunConfig) -> list[str]:

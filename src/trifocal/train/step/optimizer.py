@@ -78,6 +78,14 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
     return optimizer
 
 
+def freeze(model: nn.Module, only: str) -> None:
+    """Freeze what `train.only` leaves as it is."""
+    if only == "chooser":
+        model.requires_grad_(False)
+        for parameter in index_parameters(model):
+            parameter.requires_grad_()
+
+
 def index_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters of the index heads, which only the loss of the choice trains."""
     return [one for module in model.modules() if isinstance(module, IndexHeads) for one in module.parameters()]
