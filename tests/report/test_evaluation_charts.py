@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.written_runs import write_run
+from trifocal.evaluation import record
 from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.report.tables import key_figures
 from trifocal.runlog.run import read_run
@@ -92,6 +93,14 @@ def test_the_model_beside_is_drawn_beside(tmp_path):
     assert [round(a - b, 6) for a, b in zip(own, beside, strict=True)] == [0.1] * 6
     figures = key_figures(read)
     assert figures["loss, beside SmolLM2"] == "1.5000, 1.4000" and figures["same likeliest token"] == "90.00%"
+    # Positions measured again beside another model, then a needle beside none: each figure keeps its name.
+    rows = {task: [row for row in content["rows"] if row["task"] == task] for task in ("position", "needle")}
+    record.write_evaluation(run, content | {"beside": "models/other"}, rows["position"])
+    record.write_evaluation(run, content | {"beside": ""}, rows["needle"])
+    read = read_run(run)
+    [chart] = [chart for chart in evaluation_charts([read]) if chart.key == "position"]
+    assert [trace["name"] for trace in chart.traces] == ["256 tokens", "256 tokens, other"]
+    assert key_figures(read)["loss, beside SmolLM2"] == "1.5000, 1.4000"
 
 
 def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path):

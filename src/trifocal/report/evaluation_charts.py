@@ -49,7 +49,8 @@ def _position(runs: list[Run]) -> Chart:
             if own and all("beside_loss" in row for row in own):
                 beside = [row["beside_loss"] for row in own]
                 colour = _style(runs, index, number)[0]
-                traces.append(_line([row["end"] for row in own], beside, f"{name}, {_beside(run)}", colour, "dash"))
+                theirs = f"{name}, {Path(own[0].get('beside', 'beside')).name}"
+                traces.append(_line([row["end"] for row in own], beside, theirs, colour, "dash"))
     layout = {
         "xaxis": {
             "title": {"text": "tokens before, up to"},
@@ -62,12 +63,6 @@ def _position(runs: list[Run]) -> Chart:
     }
     caption = "Validation loss by the number of tokens before. A curve that falls to its end makes use of all of them."
     return Chart("position", "Loss by position", caption, traces, layout, wide=len(runs) > 1, height=340)
-
-
-def _beside(run: Run) -> str:
-    """The model beside which the last such evaluation was, by the name of its folder."""
-    names = [str(evaluation["beside"]) for evaluation in run.evaluations if evaluation.get("beside")]
-    return Path(names[-1]).name if names else "beside"
 
 
 def _needle(run: Run, index: int, num_runs: int) -> Chart:

@@ -21,7 +21,7 @@ _LIVE_BYTES = 2**23
 # A report has the end of a larger log.
 _REPORT_BYTES = 2**26
 # What is no figure in a row of an evaluation.
-_TEXTS = ("task", "status", "source", "name", "rows")
+_TEXTS = ("task", "status", "source", "name", "rows", "beside")
 
 
 @dataclass
@@ -171,15 +171,17 @@ def _read_the_rest(run: Run) -> None:
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:
     """Read a file of `trifocal evaluate`: `step` (or None), further facts about the model, and `rows`, each with
-    `task`, `length`, `status` and finite figures.
+    `task`, `length`, `status` and finite figures, and what it was compared with as `beside`.
 
     Anything else of a row is left out. None if it has no such row.
     """
     content = _read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         return None
+    beside = {"beside": str(content.get("beside", ""))}
     rows = [
-        {name: value for name, value in row.items() if name in _TEXTS or is_number(value)}
+        ({} if "agreement" not in row else beside)
+        | {name: value for name, value in row.items() if name in _TEXTS or is_number(value)}
         for row in content["rows"]
         if isinstance(row, dict)
         and all(isinstance(row.get(name, ""), str) for name in _TEXTS)
