@@ -9,9 +9,10 @@
 | smollm3 | attention_bias | attention_bias | mlp_bias | no |
 | olmo2, olmo3 | attention_bias | attention_bias | no | over all heads |
 
-A layer with a sliding window becomes a layer of type `"window"`. OLMo's norms stand behind attention and MLP, and the
-rope scaling of OLMo 3 is not for its window layers. Models, and options of models, that a `DecoderLM` lacks are refused
-by name.
+`attention_dropout` is left out: it changes no output, and Trifocal trains without dropout. A layer with a sliding
+window becomes a layer of type `"window"`; a Mistral has one in each layer, or where `layer_types` says so. OLMo's norms
+stand behind attention and MLP, and the rope scaling of OLMo 3 is not for its window layers. Models, and options of
+models, that a `DecoderLM` lacks are refused by name.
 """
 
 import math
