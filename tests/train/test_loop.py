@@ -44,12 +44,13 @@ def test_a_deterministic_run_is_so_while_it_lasts(tmp_path, monkeypatch):
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-def test_a_run_writes_what_it_promises(tmp_path, capsys):
+def test_a_run_writes_what_it_promises(tmp_path, capsys, monkeypatch):
     config = make_config(
         tmp_path, "--log.sample_tokens", "8", "--train.steps", "40",
         "--log.interval_steps", "10", "--evaluate.interval_steps", "20", "--checkpoint.interval_steps", "10",
         "--checkpoint.keep_every_steps", "20", "--checkpoint.keep_last", "1", "--log.sample_interval_steps", "20",
     )  # fmt: skip
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
     calls = iter(["", "", "computes with fewer threads", *[""] * 37])
     result = train(config, before_step=lambda: next(calls))
     run = tmp_path / "run"
@@ -88,7 +89,9 @@ def test_a_run_writes_what_it_promises(tmp_path, capsys):
     assert (heartbeat[-1]["status"], heartbeat[-1]["step"]) == ("finished", 40)
     phases = {"data", "forward", "backward", "optimizer", "checkpoint", "evaluate", "telemetry", "sample"}
     assert phases <= heartbeat[-1]["total_seconds"].keys()
-    assert "step 40/40" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "step 40/40" in printed
+    assert f"CPU, {json.loads((run / 'env.json').read_text())['cpu']['usable_cores']} cores" in printed
 
 
 @pytest.mark.parametrize("only", ["all", "chooser"])

@@ -48,7 +48,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         "cpu": {
             "name": _cpu_name(),
             "logical_cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "usable_cores": usable_cores(),
             "memory_bytes": host_memory_bytes(),
         },
         "torch": {
@@ -65,6 +65,11 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
             if name.startswith(_VARIABLES) and not _SECRET.search(name) and "://" not in value
         },
     }
+
+
+def usable_cores() -> int | None:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def write_environment(path: str | os.PathLike[str], config_text: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Output of a run while it trains: metrics, heartbeat, progress, events."""
 
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import torch
 
 from trifocal.models import flops_per_token, parameter_count
 from trifocal.paths import shell_path
-from trifocal.runlog.environment import write_environment
+from trifocal.runlog.environment import usable_cores, write_environment
 from trifocal.runlog.hardware import peak_bf16_flops
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.memory_statistics import memory_statistics
@@ -77,7 +76,7 @@ class RunLogger:
         if setup.device.type == "cuda":
             device = torch.cuda.get_device_name(setup.device) + (f", {processes} processes" if processes > 1 else "")
         else:
-            device = f"CPU, {os.cpu_count()} cores"
+            device = f"CPU, {usable_cores()} cores"
         model, rows, folder = config.model, config.train.global_batch_size, shell_path(setup.directory)
         millions = parameter_count(model) / 1e6
         layers = f"{model.num_layers} layer{'s'[: model.num_layers != 1]} of width {model.dim}"
