@@ -19,7 +19,7 @@ from trifocal.checks import (
     process_worker,
     training_checks,
 )
-from trifocal.checks.measurement import Skipped
+from trifocal.checks.measurement import Skipped, largest
 from trifocal.checks.process_worker import Case
 from trifocal.checks.registry import CHECKS
 from trifocal.data import DataConfig
@@ -375,3 +375,9 @@ def test_a_signal_in_the_last_step_of_a_training_ends_the_check(monkeypatch):
     monkeypatch.setattr(training_checks, "train", interrupted)
     with pytest.raises(KeyboardInterrupt):
         training_checks.random_token_floor(CPU)
+
+
+def test_a_figure_that_is_not_finite_is_the_largest():
+    found = largest({"a": 1.0, "b": float("nan"), "c": 2.0, "d": 0.5, "e": 3.0}, 5.0, "error")
+    assert not found.passed and found.details == ("b: nan", "e: 3", "c: 2", "a: 1")
+    assert largest({"a": 1.0, "c": 2.0}, 5.0, "error").passed

@@ -22,8 +22,8 @@ class Measurement:
 
 
 def largest(found: Mapping[str, float], bound: float, unit: str) -> Measurement:
-    """The largest of the figures of several cases; the four largest are its lines."""
-    worst = sorted(found.items(), key=lambda row: -row[1])[:4]
+    """The largest of the figures of several cases, one that is not finite first; the four largest are its lines."""
+    worst = sorted(found.items(), key=lambda row: (math.isfinite(row[1]), -row[1]))[:4]
     return Measurement(worst[0][1], bound, unit, tuple(f"{case}: {figure:.3g}" for case, figure in worst))
 
 
