@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from trifocal.data import Tokenizer
-from trifocal.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.inference import Engine, Request, Sampling
 from trifocal.inference.prompts import DEFAULT_TEMPERATURE, cache_for_prompts, encode_prompts, memory_errors
@@ -67,7 +67,7 @@ def generate(
     if isinstance(path_or_model, DecoderLM):
         if checkpoint:
             raise UserError("checkpoint goes with the path of a run, got a model")
-        if not isinstance(tokenizer, ByteTokenizer | HuggingFaceTokenizer | None):
+        if not isinstance(tokenizer, Tokenizer | None):
             raise UserError(f"tokenizer must be one from load_tokenizer, got {type(tokenizer).__name__}")
         model, name, tokenizer = path_or_model, "the model", tokenizer or ByteTokenizer()
         config, weight, make = model.config, model.embedding.weight, lambda: model

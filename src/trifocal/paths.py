@@ -64,6 +64,13 @@ def expand_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
     return path.absolute() if str(path).startswith("~") else path
 
 
+def check_run_folder(path: Path) -> None:
+    """Raise UserError unless the path of a run is that of a folder."""
+    if not path.is_dir():
+        reason = "it is a file" if path.exists() else "no such folder"
+        raise UserError(f"there is no run at {path}: {reason}")
+
+
 def shell_path(path: str | os.PathLike[str]) -> str:
     """A path as an argument of a command: quoted for a shell, and never taken for a flag."""
     text = os.fspath(path)

@@ -109,16 +109,15 @@ def _forward_flops(config: ModelConfig, lengths: Sequence[int]) -> tuple[float, 
     kinds = config.attention_of_layers
     keys = {kind: sum(_attended(config, kind, length) for length in lengths) / tokens for kind in set(kinds)}
     blocks = sum(map(geometry.num_compressed_blocks, lengths)) * config.num_kv_heads / tokens
-    total, choosing = 2.0 * config.dim * config.vocab_size, 0.0
+    total = 2.0 * config.dim * config.vocab_size
     for kind, (weights, of_phi) in zip(kinds, _matrices(config), strict=True):
         total += 2 * (weights + of_phi * blocks)
         total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys[kind]
-        if kind in ("nsa", "selected") and config.has_index:
-            choosing += 2 * config.num_kv_heads * INDEX_DIM * sum(map(dense_keys, lengths)) / tokens
-        elif kind == "selected":
-            compressed = sum(compressed_keys(geometry, length) for length in lengths) / tokens
-            choosing += 2 * config.num_heads * config.head_dim * compressed
-    return total, choosing
+    if config.has_index:
+        choice = 2 * config.num_kv_heads * INDEX_DIM * sum(map(dense_keys, lengths)) / tokens
+        return total, choice * (kinds.count("nsa") + kinds.count("selected"))
+    compressed = sum(compressed_keys(geometry, length) for length in lengths) / tokens if "selected" in kinds else 0.0
+    return total, 2 * config.num_heads * config.head_dim * compressed * kinds.count("selected")
 
 
 @functools.cache

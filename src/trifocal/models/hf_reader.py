@@ -48,7 +48,6 @@ _ROPE_NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-_HEAD = "lm_head.weight"
 _SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = {
     "embedding": "model.embed_tokens",
@@ -78,7 +77,8 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     """
     config = read_hf_config(folder)
     expected = model_of_folder(config, folder).state_dict()
-    twice = config.tie_embeddings and _HEAD in shards_of(folder)
+    head = hf_name("head.weight")
+    twice = config.tie_embeddings and head in shards_of(folder)
     if twice:
         expected["head.weight"] = expected["embedding.weight"]
     # Old files hold the frequencies too.
@@ -93,7 +93,7 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         # transformers does not tie them then.
         if not torch.equal(tensors.pop("head.weight").to(embedding.dtype), embedding):
             raise UserError(
-                f"{folder / CONFIG_FILE} has tie_word_embeddings = true, but {_HEAD} differs from the embeddings; set "
+                f"{folder / CONFIG_FILE} has tie_word_embeddings = true, but {head} differs from the embeddings; set "
                 "it to false"
             )
     return config, tensors

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, TypeGuard
 
 from trifocal.errors import UserError
-from trifocal.paths import read_file, read_json, read_text, read_toml
+from trifocal.paths import check_run_folder, read_file, read_json, read_text, read_toml
 from trifocal.runlog.heartbeat import HEARTBEAT_FIELDS
 from trifocal.runlog.jsonl import Row, Rows, is_number, read_lines
 from trifocal.runlog.metrics import METRICS_FIELDS
@@ -124,9 +124,7 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
     its metrics or its config cannot be read.
     """
     directory = Path(directory)
-    if not directory.is_dir():
-        reason = "it is a file" if directory.exists() else "no such folder"
-        raise UserError(f"there is no run at {directory}: {reason}")
+    check_run_folder(directory)
     metrics, heartbeat, config = (directory / name for name in ("metrics.jsonl", "heartbeat", "config.toml"))
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")

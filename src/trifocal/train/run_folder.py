@@ -13,7 +13,7 @@ from typing import Self
 
 from trifocal.errors import UserError
 from trifocal.fields import from_table
-from trifocal.paths import read_toml, shell_path
+from trifocal.paths import check_run_folder, read_toml, shell_path
 from trifocal.runlog.progress import try_print
 from trifocal.runlog.whole_files import write_whole
 from trifocal.train.config.sections import RunConfig
@@ -181,9 +181,7 @@ def save_config(config: RunConfig, folder: Path) -> None:
 
 def load_run(folder: Path) -> RunConfig:
     """Load the configuration of a run; a folder without one is a `UserError`."""
-    if not folder.is_dir():
-        reason = "it is a file" if folder.exists() else "no such folder"
-        raise UserError(f"there is no run at {folder}: {reason}")
+    check_run_folder(folder)
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}")
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
