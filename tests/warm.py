@@ -4,6 +4,7 @@ Each is a process with its own environment, arguments and output, as `subprocess
 what is spared is four seconds of imports.
 """
 
+import contextlib
 import faulthandler
 import functools
 import multiprocessing
@@ -54,8 +55,10 @@ class Popen:
         return self.returncode
 
     def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        # The server reaps one that has just ended before its status can be read here; `subprocess` does the same.
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
