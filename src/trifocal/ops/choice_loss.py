@@ -49,11 +49,8 @@ class Sample(NamedTuple):
 
 
 def stretch_keys(tokens: Tensor, row_length: int, stretch: int) -> Tensor:
-    """A number for each stretch of each row, from its tokens and their places: tokens [B, T] -> [rows, stretches],
-    int64. It does not depend on how rows are put into batches.
-
-    `tokens` are whole rows of `row_length`, side by side if they are packed into one; the last stretch of a row may be
-    shorter.
+    """A number for each stretch of each row, tokens [B, T] -> [rows, stretches], int64, from its tokens and their
+    places: whatever batch the rows of `row_length` are in. A row's last stretch may be shorter.
     """
     places = hash_numbers(torch.arange(row_length, device=tokens.device))
     mixed = hash_numbers(tokens.reshape(-1, row_length).long() + places)
@@ -89,10 +86,8 @@ def sample_queries(
 
 
 def draw_queries(positions: Tensor, rows: int, layers: int, geometry: Geometry, stretch: int) -> Sample:
-    """Draw one query of each stretch for every layer, by PyTorch's generator: [layers, rows, stretches].
-
-    `positions`, of each token in its document, are [T], the same for all rows; the last stretch of a row may be
-    shorter.
+    """Draw one query of each stretch for every layer, by PyTorch's generator: [layers, rows, stretches]; `positions`,
+    of each token in its document, are [T], the same for all rows.
     """
     row_length = len(positions)
     first = torch.arange(0, row_length, stretch, device=positions.device)
@@ -180,9 +175,8 @@ def _loss_of(
 
 
 def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) -> Tensor:
-    """KL of the teacher's mass and the student's importance over free blocks, summed over queries and groups.
-
-    mass and student are [B, M, G, J], free is [B, M, J], eligible is [B, M].
+    """KL of the teacher's mass and the student's importance [B, M, G, J] over free blocks [B, M, J], summed over
+    eligible queries [B, M] and groups.
     """
     free = free[:, :, None]
     mass, student = mass.where(free, 0), (student + FLOOR).where(free, 0)
@@ -196,9 +190,7 @@ def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) ->
 
 
 def recall(mass: Tensor, ranked: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
-    """Recall of the choice that the student would make by `ranked` [B, M, G, J], its importance or scores, summed over
-    queries and groups; the rest as in `divergence`.
-    """
+    """Recall of the choice by `ranked` [B, M, G, J], importance or scores, summed; the rest as in `divergence`."""
     places = min(free_places(geometry), mass.shape[-1])
     # Stable: of equal ones the lower, as the choice takes it.
     order = ranked.where(free[:, :, None], -torch.inf).sort(dim=-1, descending=True, stable=True).indices
@@ -284,9 +276,8 @@ def _sampled(q: Tensor, num_tokens: int, sample: Sample) -> Tensor:
 
 
 def _token_scores(q: Tensor, k: Tensor, sample: Sample, geometry: Geometry, documents: Documents | None) -> Tensor:
-    """Scaled scores of all keys [B, S, G, D] by sampled queries [B, M, G, R, D], [B, G, R, M, blocks, l'].
-
-    Keys lie by block, those of all documents one after the other; what a query does not see is -inf.
+    """Scaled scores of keys [B, S, G, D] by sampled queries [B, M, G, R, D]: [B, G, R, M, blocks, l'], with the blocks
+    of all documents one after the other, and -inf where a query does not see a key.
     """
     grid = block_grid(k.shape[1], geometry.selection_block_size, documents, k.device)
     exact = accumulator(q)

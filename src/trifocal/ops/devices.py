@@ -65,9 +65,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> str:
-    """The row of a table of tiles for a device: by its matrix units and its shared memory.
-
-    `"hopper"`: sm_90 and newer with more than 200 KiB; `"ampere"`: more than 150 KiB; `"small"`: the rest.
+    """The row of a table of tiles: `"hopper"`, sm_90 and newer with over 200 KiB of shared memory; `"ampere"`, over 150
+    KiB; `"small"`.
     """
     device = own_device(device)
     if device.type != "cuda":

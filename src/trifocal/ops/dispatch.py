@@ -82,10 +82,7 @@ def resolve(
     decoding: bool = False,
 ) -> str:
     """Choose the backend of one call and count the choice; ValueError, with the reason, if the requested one cannot
-    run.
-
-    Device, dtype and shape of q [B, T, H, D] and v [B, *, G, V] decide; v is None for an operation without heads,
-    geometry for one that has none.
+    run. Device, type and shape of q [B, T, H, D] and v [B, *, G, V], if there are heads, decide.
     """
     check_backend(requested)
     if requested == "reference":
@@ -129,9 +126,8 @@ def hopper(stage: str) -> ModuleType:
 
 
 def tma_fits(*tensors: Tensor) -> bool:
-    """Whether the device's tensor copy engine, if it has one, can read these: 16-byte alignment everywhere.
-
-    fp32 stays with pointers: its small tiles gain nothing.
+    """Whether the copy engine, if any, can read these: aligned to 16 bytes, and not fp32, whose small tiles gain
+    nothing.
     """
     if not devices.has_copy_engine(tensors[0].device):
         return False
@@ -183,10 +179,7 @@ def interval_parts(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
 
 
 def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed: bool) -> dict[str, int] | None:
-    """How the Hopper kernel of the importance is launched; None where the portable one runs.
-
-    The copy engine must be able to read q and k, and a tile of 128 keys to hold whole selection blocks.
-    """
+    """How the Hopper kernel of the importance is launched, by tiles of 128 keys; None where the portable one runs."""
     taps, remainder = divmod(geometry.selection_block_size, geometry.compression_stride)
     heads = q.shape[2] // k_cmp.shape[2]
     fits = (
@@ -251,10 +244,8 @@ def selected_on_hopper(*tensors: Tensor, block_size: int) -> bool:
 
 
 def tiles_on_hopper(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, block_size: int) -> bool:
-    """Whether a Hopper kernel of selected attention's tiles runs: the copy engine copies whole queries and blocks.
-
-    It takes groups of 3 heads and more, blocks of 64 tokens and widths of 64 and 128; where both are 64, the portable
-    one is as fast or faster. Its programs must fill the device.
+    """Whether a Hopper kernel of selected attention's tiles runs, which must fill the device: groups of 3 heads and
+    more, blocks of 64 tokens, widths of 64 and 128, but where both are 64 the portable one is as fast.
     """
     heads = tiles.next_power_of_2(q.shape[2] // k.shape[2])
     return (
@@ -268,10 +259,8 @@ def tiles_on_hopper(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, block_size
 
 
 def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
-    """How many neighbouring queries a portable tile of selected attention holds, of at most this many rows: up to 32, a
-    bit of a word each.
-
-    Fewer where full tiles, of all batch entries' `groups`, would leave multiprocessors idle.
+    """Neighbouring queries in a portable tile of selected attention, up to 32, a bit of a word each; fewer where full
+    tiles of all batch entries' `groups` would leave multiprocessors idle.
     """
     queries = max(1, min(32, rows // q_per_kv))
     while queries > 1 and cdiv(q.shape[1], queries) * groups < devices.multiprocessors(q.device):
@@ -280,10 +269,7 @@ def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
 
 
 def dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
-    """Whether the warp-specialized one of both Hopper kernels of tiles' d_k and d_v runs: the copy engine copies slots.
-
-    The pattern of shared memory repeats after 8 rows: a slot with fewer cannot be copied into a tile by itself.
-    """
+    """Whether that Hopper kernel of tiles' d_k and d_v runs: it copies slots, of 8 rows as shared memory's pattern."""
     return q_per_kv >= FEWEST_HEADS_OF_WARP_SPECIALIZED and 64 % q_per_kv == 0 and tma_fits(*tensors)
 
 
@@ -321,10 +307,7 @@ def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiproce
 
 
 def partial_d_q_type(dtype: torch.dtype, num_selected: int, *, on_hopper: bool) -> torch.dtype:
-    """Type of a slot's share of d_q: fp32 for short choices, where it needs no more memory than long ones' 16 bits.
-
-    In 16 bits each share is rounded before they are added, and a sum of few shares errs by more of itself.
-    """
+    """Type of a slot's share of d_q: fp32 for short choices, where it needs no more memory, and 16 bits err by more."""
     return torch.float32 if num_selected <= 8 and not on_hopper else dtype
 
 

@@ -112,10 +112,8 @@ class Documents(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Packed documents cut into rows as long as the longest of them, so that cost grows with documents, not the pack.
-
-    A row has `length` tokens. Its queries see keys of the row and, unless no document crosses rows, of the row before
-    it: `reach` tokens. `num_tokens` are those of the pack.
+    """Packed documents cut into rows of `length`, that of the longest, so that cost grows with documents, not with the
+    pack of `num_tokens`. Queries see `reach` tokens: the row, and, unless no document crosses rows, the one before.
     """
 
     length: int
@@ -146,9 +144,8 @@ class Rows(NamedTuple):
         return x.flatten(0, 1)[None, : self.num_tokens]
 
     def keys(self, tokens: Tensor, spacing: int = 1) -> Tensor:
-        """Numbers of the keys that each row may see, [rows, keys], int64; S and above where there are no more keys.
-
-        `tokens` are those from which on keys are seen, [S], ascending, `spacing` apart at least; nobody's come last.
+        """Keys that each row may see, [rows, keys], int64, S and above where there are no more; `tokens` from which on
+        keys are seen, [S], ascend, `spacing` apart at least, nobody's last.
         """
         first = torch.arange(1, self.num_rows + 1, device=tokens.device, dtype=tokens.dtype) * self.length - self.reach
         inside = torch.arange(-(-self.reach // spacing), device=tokens.device)
@@ -171,9 +168,7 @@ def longest_document(num_tokens: int, documents: Documents | None) -> int:
 
 
 def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlens") -> list[int]:
-    """The boundaries on the host, which are read once; ValueError unless they are those of documents of `num_tokens`
-    tokens.
-    """
+    """The boundaries on the host, read once; ValueError unless they are those of documents of `num_tokens` tokens."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"{name} must be a tensor of int32 or int64, got {given}")
@@ -191,9 +186,7 @@ def check_boundaries(cu_seqlens: Tensor, num_tokens: int, name: str = "cu_seqlen
 
 
 def pad_boundaries(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tensor:
-    """Append empty documents to cu_seqlens [documents + 1], so that compiled code and recorded graphs fit the next
-    batch too; reads no values. There are at least `documents` afterwards.
-    """
+    """Append empty documents to cu_seqlens, to have `documents` at least, so that compiled code fits the next batch."""
     room = max(_FEWEST_DOCUMENTS, num_tokens // _TOKENS_OF_DOCUMENT)
     while room < max(cu_seqlens.numel() - 1, documents):
         room *= 2
@@ -201,9 +194,8 @@ def pad_boundaries(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> T
 
 
 def _row_length(boundaries: list[int]) -> tuple[int, bool]:
-    """A length that no document exceeds, and whether none crosses a multiple of it.
-
-    Documents of equal length: that length. Others: the next power of two, so that compiled code fits many packs.
+    """A length that no document exceeds, and whether none crosses a multiple of it: that of documents of equal length,
+    else the next power of two, so that compiled code fits many packs.
     """
     lengths = [end - start for start, end in itertools.pairwise(boundaries)]
     longest = max(lengths)
@@ -228,10 +220,7 @@ class CompressedLayout(NamedTuple):
 
 
 def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry) -> CompressedLayout:
-    """Place `num_blocks` compressed slots: document after document, each with its own grid.
-
-    No look at the data: `num_blocks` may be any number not under the documents' own count.
-    """
+    """Place `num_blocks` compressed slots, not under the documents' own count, each document's on its own grid."""
     counts = compressed_counts(documents, geometry)
     ends = counts.cumsum(0, dtype=torch.int32)
     first_blocks = ends - counts

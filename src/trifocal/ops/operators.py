@@ -30,10 +30,8 @@ Result = TypeVar("Result")
 
 
 class Operator(Generic[Result]):
-    """An operator whose arguments and body are those of a function with a geometry and documents.
-
-    The schema's `SymInt[] geometry` and `DOCUMENTS` are one argument each of the body, which takes all by position.
-    `fake` makes results without memory, of the schema's arguments.
+    """An operator with the arguments of a function with a geometry and documents, the schema's `SymInt[] geometry` and
+    `DOCUMENTS`. `fake` makes results without memory, of the schema's arguments.
     """
 
     def __init__(
@@ -69,10 +67,8 @@ class Operator(Generic[Result]):
     def differentiate(
         self, backward: "Operator[Any]", kept: Callable[..., tuple[Any, ...]], num_outputs: int = 1
     ) -> None:
-        """Give this operator a backward, for its first `num_outputs` outputs.
-
-        `kept` picks what backward takes from the tuples of inputs and outputs; `backward` takes the gradients of the
-        outputs and these, and gives the gradients of the first inputs.
+        """Give this operator a backward, for its first `num_outputs` outputs, which takes their gradients and what
+        `kept` picks of inputs and outputs, and gives the gradients of the first inputs.
         """
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -222,9 +218,7 @@ index_loss.differentiate(index_loss_backward, lambda x, outputs: (*outputs[1:], 
 def _attention(
     name: str, rules: str, forward: Callable[..., Any], backward: Callable[..., Any], num_outputs: int = 1
 ) -> Operator[tuple[Tensor, Tensor]]:
-    """The operator `NAME_attention` from q, k, v and rules to o and lse, and its backward, which takes the gradients of
-    the first `num_outputs` of these.
-    """
+    """The operator `NAME_attention` from q, k, v and rules to o and lse, with a backward of `num_outputs` of these."""
     qkv, rules = "Tensor q, Tensor k, Tensor v", f"{rules}, float scale, {DOCUMENTS}"
     d_outputs = "Tensor d_o" if num_outputs == 1 else "Tensor? d_o, Tensor? d_lse"
     attention: Operator[tuple[Tensor, Tensor]] = Operator(

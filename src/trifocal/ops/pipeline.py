@@ -105,9 +105,7 @@ def run_stages(
 def run_backward(
     d_o: Tensor, q: Tensor, branches: Branches, geometry: Geometry, scale: float, documents: Documents | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the gated mixture for d_o [B, T, H, V], on the kernels: d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc,
-    d_k_win, d_v_win, d_gates, contiguous, in their inputs' types.
-    """
+    """Gradients of the gated mixture for d_o [B, T, H, V], on the kernels: of q, the branches' k and v, and gates."""
     from trifocal.ops.triton.combine import combine_backward
     from trifocal.ops.triton.interval.compressed import compressed_backward
     from trifocal.ops.triton.interval.window import window_backward
@@ -143,10 +141,8 @@ def precompile_kernels(
     *,
     backward: bool,
 ) -> None:
-    """Compile the kernels of a call of `nsa_attention` on a CUDA device at the same time, with those of backward if
-    asked, unless one of its kind was compiled: lengths are of one kind up to the next power of two.
-
-    The call is made on the meta device; a kernel that it misses is compiled when it is launched.
+    """Compile the kernels of a call of `nsa_attention` at the same time, by a call on the meta device, unless one of
+    its kind was compiled: lengths are of one kind up to the next power of two.
     """
     from trifocal.ops.triton.launch import only_compile
 

@@ -103,10 +103,8 @@ def compression_windows(x: Tensor, geometry: Geometry, documents: Documents | No
 
 
 class _CompressionWindows(torch.autograd.Function):
-    """Gathers tokens into blocks, and in backward gradients from blocks.
-
-    A token lies in the block that begins at its stride and in those shortly before it. So its gradient is a sum of
-    `l / d` terms in a fixed order, where the gradient of indexing would add in any order.
+    """Gathers tokens into blocks, and in backward gradients from blocks: sums of `l / d` terms in a fixed order, where
+    the gradient of indexing would add in any order.
     """
 
     @staticmethod
@@ -237,10 +235,8 @@ def select_blocks_by_index(q_idx: Tensor, k_idx: Tensor, geometry: Geometry, doc
 
 
 class BlockGrid(NamedTuple):
-    """Where the tokens of selection blocks lie, those of all documents one after the other: [blocks, l'], int64; any
-    token where a block has none, and then it is not `filled`.
-
-    `first_blocks` are the first block of each document, [documents].
+    """Where the tokens of selection blocks lie, of all documents one after the other: [blocks, l'], int64, any token
+    where it is not `filled`; and each document's first block, [documents].
     """
 
     tokens: Tensor
@@ -386,10 +382,8 @@ def _masked_attention(
 
 
 def _rows(visibility: Visibility, documents: Documents | None, spacing: int) -> tuple[Rows, Tensor] | None:
-    """The rows that a pack is cut into, and the keys of each, which lie `spacing` tokens apart at least.
-
-    None where that would save nothing, and for the last queries of a pack. Compiled code has no rows, so that it fits
-    packs with any longest document.
+    """The rows that a pack is cut into, and the keys of each, `spacing` tokens apart at least. None where that saves
+    nothing, for the last queries of a pack, and in compiled code, which is to fit any pack.
     """
     if documents is None or torch.compiler.is_compiling():
         return None
@@ -442,10 +436,7 @@ def _token_positions(q: Tensor, num_keys: int, documents: Documents | None) -> t
 
 
 def choose_blocks(importance_BGTJ: Tensor, own_block: Tensor, geometry: Geometry) -> Tensor:
-    """The forced blocks, then the most important ones: [B, T, G, N], int32, ascending, -1 pads.
-
-    `own_block` is the block that holds each query, [T, 1] or [1 or B, 1, T, 1].
-    """
+    """The forced blocks, then the most important: [B, T, G, N], int32, ascending, -1 pads; `own_block` by query."""
     num_blocks = importance_BGTJ.shape[-1]
     block_J = torch.arange(num_blocks, device=importance_BGTJ.device)
     forced = (block_J < geometry.num_initial_blocks) | (block_J > own_block - geometry.num_local_blocks)
@@ -463,10 +454,7 @@ def choose_blocks(importance_BGTJ: Tensor, own_block: Tensor, geometry: Geometry
 
 
 def importance(p_BGTC: Tensor, geometry: Geometry, num_blocks: int) -> Tensor:
-    """Importance of each selection block, [B, G, T, J]: probability by overlap (Eq. 9).
-
-    Every block sums its taps in the same order, so that equal blocks stay exactly equal.
-    """
+    """Importance of each selection block by overlap (Eq. 9), [B, G, T, J], all summed in one order: ties stay ties."""
     stencil = geometry.overlap_stencil()
     before = geometry.compression_block_size // geometry.compression_stride - 1
     step = geometry.selection_block_size // geometry.compression_stride
@@ -519,9 +507,6 @@ def _per_group(x: Tensor) -> Tensor:
 
 
 def _seen(x: Tensor, mask: Tensor) -> Tensor:
-    """Keys per group, with zeros where no query sees a key.
-
-    A probability of 0 does not stop a NaN, and slots behind the last block may hold anything.
-    """
+    """Keys per group, zero where no query sees one: those may be NaN, which a probability of 0 does not stop."""
     seen_BGS = mask.any(-2).squeeze(2)
     return _per_group(x).where(seen_BGS[..., None], 0)

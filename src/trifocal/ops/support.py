@@ -23,10 +23,8 @@ FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 def unsupported_reason(
     q: Tensor, v: Tensor | None, geometry: Geometry | None, scale: float | None = None, *, decoding: bool = False
 ) -> str | None:
-    """Why the kernels cannot take these inputs; None when they can.
-
-    Only device, type and shape of q [B, T, H, D] and v [B, *, G, V] are looked at; v is None for an operation without
-    heads, geometry for one that has none.
+    """Why the kernels cannot take these inputs, None when they can, by device, type and shape of q [B, T, H, D] and v
+    [B, *, G, V]; v is None for an operation without heads.
     """
     if scale is not None and not 0.0 < scale < math.inf:
         return f"the scale must be positive and finite, got {scale}"

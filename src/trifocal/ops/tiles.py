@@ -40,9 +40,8 @@ class SelectedTile(NamedTuple):
 
 
 class Widths(NamedTuple):
-    """A head dim, `size`, as one or two power-of-two parts: 192 is 128 + 64 instead of 256, 100 is one part of 128.
-
-    The first part is at least 16, the least that a matrix unit takes; the second is 0 when one is enough.
+    """A head dim, `size`, as one or two power-of-two parts, 192 as 128 + 64: the first at least 16, as a matrix unit
+    takes, the second 0 when one is enough.
     """
 
     size: int
@@ -57,10 +56,8 @@ class Widths(NamedTuple):
 
 @functools.cache
 def split_width(size: int) -> Widths:
-    """Cover `size` columns with one power of two, or 129 to 192 of them with 128 and 64.
-
-    Narrower second parts are not taken: with one of 16 columns, kernels of Triton 3.6 on an H200 gave wrong products
-    in 16-bit types and read beyond their tensors, while masked columns of one part cost little.
+    """Cover `size` columns with one power of two, or 129 to 192 of them with 128 and 64; with second parts of 16
+    columns, kernels of Triton 3.6 on an H200 gave wrong products in 16-bit types and read beyond their tensors.
     """
     whole = max(16, next_power_of_2(size))
     return Widths(size, 128, 64) if 128 < size <= 192 else Widths(size, whole, 0)
@@ -150,9 +147,7 @@ def largest_block_of_backward(q: Tensor, v: Tensor) -> int:
 
 
 def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper: bool) -> SelectedTile:
-    """The tile of a kernel of selected attention, of `hopper` or portable: `"masked forward"`, `"tile forward"`,
-    `"block_major forward"`, `"block_major backward"`, `"masked d_q"`, `"tile d_q"` or `"masked dkdv"`.
-    """
+    """The tile of a kernel of selected attention, named by its order and its pass, such as `"masked forward"`."""
     columns, architecture = _columns(q, v), devices.architecture(q.device)
     if on_hopper:
         return _hopper_selected_tile(kernel, q_per_kv, columns)
@@ -263,10 +258,7 @@ DECODE_GROUP = 4
 
 
 def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> Tile:
-    """The tile of a decoding kernel: `"scores"`, `"attend"`, or `"dense"`, which attends to the whole past.
-
-    `rows` share keys: heads of a group, for one or all new tokens. `BLOCK_N` is the same for any number of them.
-    """
+    """The tile of a decoding kernel, `"scores"`, `"attend"` or `"dense"`; any number of rows has the same `BLOCK_N`."""
     row, columns = _row_of(q), _columns(q, v)
     widths = _DECODE_TILES.get(f"{row} {kernel}", _DECODE_TILES[row])
     tile = next(tile for most, tile in widths.items() if columns <= most)

@@ -65,9 +65,7 @@ def check_whole_number(name: str, value: int, lowest: int, highest: int | None =
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> None:
-    """Raise ValueError unless q [B, T, H, D] and k [B, S, G, D] fit one another; `name` is the caller's for k, `keys`
-    the letter of its dimension.
-    """
+    """Raise ValueError unless q [B, T, H, D] and k, called `name`, [B, `keys`, G, D] fit one another."""
     check_rank("q", q, "[B, T, H, D]")
     check_floats("q", q)
     if 0 in q.shape:
@@ -102,9 +100,7 @@ def check_index_tensors(q_idx: Tensor, k_idx: Tensor) -> None:
 
 
 def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str], keys: str) -> None:
-    """Raise ValueError unless q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] fit one another; `names` are the
-    caller's for k and v, `keys` the letter of their dimension.
-    """
+    """Raise ValueError unless q [B, T, H, D], and k and v, called `names`, [B, `keys`, G, *], fit one another."""
     k_name, v_name = names
     check_queries_and_keys(q, k, name=k_name, keys=keys)
     check_rank(v_name, v, f"[B, {keys}, G, V]")

@@ -53,10 +53,8 @@ class DecodeBatch:
 
 
 class LearnedCompressor(NamedTuple):
-    """The weights of a learned φ, `mean(x) + W2 silu(W1 concat(x + positions))`; see `nn.MLPCompressor`.
-
-    They are read in the type of the keys or values that they compress, contiguous: positions [l, D], W1 [hidden, l * D]
-    and W2 [D, hidden]; for values V stands for D.
+    """The weights of a learned φ, see `nn.MLPCompressor`, contiguous, in the type of what it compresses: positions [l,
+    D], W1 [hidden, l * D] and W2 [D, hidden]; for values V stands for D.
     """
 
     positions: Tensor
@@ -65,10 +63,8 @@ class LearnedCompressor(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence lies for a chunk of its prompt, on the device, each int64: its row of the rings [1], and
-    `num_new` tokens of the chunk without padding [1].
-
-    `pages` [pages], contiguous, hold its past and the chunk. Padding may lie in any page that nobody reads.
+    """Where a chunk of a prompt lies, int64 on the device: its row of the rings [1], its tokens without padding [1],
+    and contiguous pages of its past and itself [pages]; padding may lie in one that nobody reads.
     """
 
     row: Tensor
@@ -168,9 +164,8 @@ class WindowCache:
 def _check_tensors(
     k_name: str, k: Tensor | None, v_name: str, v: Tensor | None, k_pages: Tensor, v_pages: Tensor
 ) -> None:
-    """Raise ValueError unless a cache's keys and values, each [*, G, tokens, *], fit one another and the pages.
-
-    Their first three strides may be any. Checked when a cache is made, not at every step.
+    """Raise ValueError unless a cache's keys and values [*, G, tokens, *] fit one another and the pages, in any strides
+    but the last: when it is made, not at every step.
     """
     for name, x, pages in ((k_name, k, k_pages), (v_name, v, v_pages)):
         if x is None:
@@ -223,9 +218,7 @@ def check_window(cache: DenseCache | WindowCache, window_size: int | None, num_n
 
 
 def check_rings(cache: object, kind: str, reach: int, num_new: int) -> None:
-    """Raise ValueError unless rings k_* and v_*, where there are any, hold `reach` tokens and new ones behind the
-    first.
-    """
+    """Raise ValueError unless rings k_* and v_*, if any, hold `reach` tokens and new ones behind the first."""
     ring = getattr(cache, f"k_{kind}")
     if ring is not None and ring.shape[2] < reach - 1 + num_new:
         raise ValueError(
@@ -248,9 +241,7 @@ def check_rotary(rotary: Rotary, x: Tensor) -> None:
 
 
 def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | None) -> None:
-    """Raise ValueError unless new keys, named `k...`, and values, [B, T, G, *] or None, fit the first keys [B, T, ...]
-    and the cache's [*, G, tokens, *].
-    """
+    """Raise ValueError unless new keys, named `k...`, and values fit the first keys [B, T, ...] and the cache's."""
     batch, num_new, *_ = first.shape
     _, groups, _, dim = k_held.shape
     k_shape, v_shape = (batch, num_new, groups, dim), (batch, num_new, groups, v_held.shape[3])
@@ -278,10 +269,7 @@ def chunk_keys(rows: Mapping[str, NewRows]) -> str:
 
 
 def check_chunk(rows: Mapping[str, NewRows], place: Place, first: int, zero: int, stride: int) -> None:
-    """Raise ValueError unless tables, pages and rings reach as far as a chunk's rows; their shapes are the layer's.
-
-    Nothing looks at the device: a page or a row that does not exist is not noticed.
-    """
+    """Raise ValueError unless tables, pages and rings reach as far as a chunk's rows; nothing looks at the device."""
     for name, new in rows.items():
         last = first + new.x.shape[1] - 1
         if new.rotary is not None and (last - zero) * stride >= len(new.rotary[0]):

@@ -42,9 +42,8 @@ def embedding(
     next_norm: Norm | None = None,
     dtype: torch.dtype | None = None,
 ) -> Residual:
-    """The residual stream of tokens [M] from an embedding table [vocab, E]; the kernel also writes what the next norm's
-    product reads, as in `residual_linear`, in `dtype`, the table's unless given. A token outside of the table gives a
-    row of NaN on the kernels and an IndexError on the reference.
+    """The residual stream of tokens [M] from a table [vocab, E], with what the next norm's product reads, in `dtype`,
+    as of `residual_linear`. An unknown token gives a row of NaN on the kernels and an IndexError on the reference.
     """
     if _runs_kernels(table, backend):
         return Residual(*_kernels().embedding(tokens, table, next_norm and (next_norm.weight, dtype or table.dtype)))
@@ -108,10 +107,7 @@ def residual_linear(
     next_norm: Norm | None = None,
     backend: dispatch.Backend = "auto",
 ) -> Residual:
-    """The residual stream plus `x W^T + bias`: x [M, K], weight [E, K].
-
-    The kernel also writes the rows that the norm's product reads, if it is told which norm comes next.
-    """
+    """The residual stream plus `x W^T + bias`, x [M, K], weight [E, K]; the kernel writes what `next_norm` reads."""
     if _runs_kernels(weight, backend):
         scale = next_norm and (next_norm.weight, weight.dtype)
         return Residual(*_kernels().linear(x, weight, bias, residual=residual.x, next_norm=scale))
@@ -127,10 +123,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: dispa
 
 
 def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply a function that treats the rows of its argument alike, [M, *] -> [M, *].
-
-    On a CPU each by itself: where a vector ends, PyTorch's functions round otherwise.
-    """
+    """A function of alike rows, [M, *] -> [M, *], on a CPU row by row: PyTorch rounds otherwise where a vector ends."""
     return function(x) if x.is_cuda else torch.cat([function(row) for row in x.split(1)])
 
 

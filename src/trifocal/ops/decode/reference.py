@@ -210,10 +210,8 @@ def _rotate(x: Tensor, rotary: Rotary, position_BT: Tensor) -> Tensor:
 
 
 def _rotate_rows(x: Tensor, rotary: Rotary, first: int, stride: int) -> Tensor:
-    """Rotate x [1, n, heads, D] at positions `first`, `first + stride`, …
-
-    The result of `trifocal.nn.rope.rotate` by tables of all positions, in four passes instead of eight and without
-    copies in fp32, which only a compiler or gradients would need.
+    """Rotate x [1, n, heads, D] at positions `first`, `first + stride`, … as `trifocal.nn.rope.rotate`, in four passes
+    instead of eight and without copies in fp32, which a compiler or gradients would need.
     """
     cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in rotary)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -230,10 +228,8 @@ def _in_pages(batch: DecodeBatch, index: Tensor, page_rows: int) -> tuple[Tensor
 
 
 def _write(cache: Tensor, first: Tensor, row: Tensor, x: Tensor, exists: Tensor) -> None:
-    """`cache[first, :, row] = x` where it exists: cache [pages or rows, G, *, width], x [B, T, G, width].
-
-    The same number of entries is always written. Entries that do not exist repeat the first one that does; if none
-    does, they write back what is there.
+    """`cache[first, :, row] = x` where it exists: cache [pages or rows, G, *, width], x [B, T, G, width]. As many
+    entries are always written: the others repeat the first one, or write back what is there.
     """
     view = cache.transpose(1, 2)
     first, row, exists, x = (part.flatten(0, 1) for part in (first.long(), row.long(), exists, x.to(cache.dtype)))
@@ -332,10 +328,7 @@ def _weighted(p_BGTRS: Tensor, v_BGSV: Tensor, sees: Tensor) -> Tensor:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x with zeros behind its last dimension, up to whole 16 bytes.
-
-    On a CPU the bits of a product depend on where a matrix begins, and that on the number of the sequence.
-    """
+    """x with zeros behind, up to whole 16 bytes: on a CPU the bits of a product depend on where a matrix begins."""
     missing = -x.shape[-1] % 4
     return functional.pad(x, (0, missing)) if missing else x
 

@@ -104,9 +104,7 @@ def choice_hopper_kernel(
 
 
 def launch_choice(direct: Tensor, overflow: Tensor, selected_blocks: Tensor, geometry: Geometry, chunk: Chunk) -> None:
-    """Write the choice of a chunk's queries, from at most `dispatch.MAX_BLOCKS_OF_WARP` blocks, into `selected_blocks`
-    [B, T, G, N]. direct and overflow are the parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
-    """
+    """Write the choice of a chunk's queries into `selected_blocks` [B, T, G, N], from both parts of the importance."""
     first_query, end_query, query_shift, reachable, block_lines = chunk
     batch, num_queries, groups, num_selected = selected_blocks.shape
     choice_hopper_kernel[(batch * (end_query - first_query) * groups,)](

@@ -82,10 +82,8 @@ def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Desc
 
 
 def split_heads(heads: int) -> tuple[int, int]:
-    """Cut the heads of a group into shares of a power of two: heads of a share, and shares.
-
-    A tile of rows holds whole queries of one share. Six heads are three shares of two: as many groups more, which read
-    the same keys.
+    """Cut the heads of a group into shares of a power of two, of which a tile of rows holds whole queries: heads of a
+    share, and shares. Six heads are three shares of two, as many groups more.
     """
     q_per_kv = heads & -heads
     return q_per_kv, heads // q_per_kv

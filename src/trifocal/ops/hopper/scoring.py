@@ -299,9 +299,7 @@ def launch_importance(
     k_stages: int,
     stack: int,
 ) -> None:
-    """Write the importance of a chunk's blocks into buffers as in `launch_choice`; `score_scale` is in base 2,
-    `k_stages` and `stack` are as in `tiles.HOPPER_IMPORTANCE`.
-    """
+    """Write the importance of a chunk's blocks into buffers as in `launch_choice`; `score_scale` is in base 2."""
     first_query, end_query, query_shift, reachable, block_lines = chunk
     batch, groups = q.shape[0], k_cmp.shape[2]
     width = split_width(q.shape[3])

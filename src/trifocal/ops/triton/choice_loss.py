@@ -302,9 +302,7 @@ def index_loss_backward(
     starts: Tensor,
     geometry: Geometry,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the index queries and keys of `index_loss_forward`, from what it returned and the gradient of its
-    loss and recall, [2, B, M, G], fp32; the recall's is not read.
-    """
+    """Gradients of the index, from those of its loss, and recall, not read, and what `index_loss_forward` kept."""
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0]
     sampled, starts = sampled.contiguous(), starts.contiguous()
     batch, num_tokens, groups, dim = q_idx.shape

@@ -110,10 +110,8 @@ def combine_forward(o_cmp: Tensor, o_slc: Tensor, o_win: Tensor, gates: Tensor) 
 def combine_backward(
     d_o: Tensor, o_cmp: Tensor, o_slc: Tensor, o_win: Tensor, gate_type: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of the gates [B, T, H, 3], and the row sums that each branch's backward needs, `sum(d_o * o_branch)`,
-    [3, B, T, H], fp32.
-
-    d_o and the branches' outputs are [B, T, H, V], the latter contiguous.
+    """Gradient of the gates [B, T, H, 3], and of each branch `sum(d_o * o_branch)`, [3, B, T, H], fp32, from d_o and
+    contiguous outputs [B, T, H, V].
     """
     d_o = unit_stride(d_o)
     d_gates = o_cmp.new_empty(*o_cmp.shape[:3], 3, dtype=gate_type)

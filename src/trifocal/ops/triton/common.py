@@ -20,10 +20,7 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return x with any strides, copied if it is not contiguous along its last dimension.
-
-    Kernels count from the first head to the last in 32 bits: heads that lie further apart are copied too.
-    """
+    """x, copied if it is not contiguous along its last dimension, or its heads lie further apart than 32 bits count."""
     *_, head_stride, feature_stride = x.stride()
     if (feature_stride == 1 or x.shape[-1] == 1) and head_stride * x.shape[-2] < 2**31:
         return x

@@ -279,11 +279,7 @@ def launch_block_scores(
 def select_blocks_by_index_forward(
     q_idx: Tensor, k_idx: Tensor, geometry: Geometry, documents: Documents | None
 ) -> Tensor:
-    """Choose the selection blocks of every query and group by the largest index score of their tokens.
-
-    Index queries [B, T, G, Di], the last T positions of the S tokens, and keys [B, S, Di] -> [B, T, G, N], int32,
-    ascending; -1 pads.
-    """
+    """The choice, [B, T, G, N], int32, by index queries [B, T, G, Di], the last T positions, and keys [B, S, Di]."""
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])
 
     def score(chunk: Chunk, scores: Tensor) -> None:

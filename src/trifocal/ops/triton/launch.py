@@ -102,10 +102,8 @@ def describe_tiles(
     tile: tuple[int, ...],
     layout: NVMMASharedLayout | None = None,
 ) -> Descriptor:
-    """A descriptor of x in tiles, for Gluon if there is a layout in shared memory, else for Triton.
-
-    Its constructor's checks would take longer than the launch: `tma_fits` says beforehand whether x is fit for it. The
-    kernel sees the given shape and strides, the last of which is 1; each size of a tile is a power of two.
+    """A descriptor of x in tiles, for Gluon if there is a layout, else for Triton, without the slow checks of its
+    constructor: `tma_fits` says beforehand whether x is fit for it.
     """
     # Fields that are left out have defaults, which are the class's attributes.
     descriptor: Any = object.__new__(TensorDescriptor if layout is None else GluonDescriptor)
@@ -118,11 +116,8 @@ def describe_tiles(
 
 @contextlib.contextmanager
 def only_compile(device: torch.device) -> Iterator[None]:
-    """Compile every kernel that is launched inside, all at the same time, and launch none; the compiler's errors are
-    raised.
-
-    Tensors inside are of the meta device, which `devices.own_device` takes for the given one, the current CUDA device.
-    A later launch with the same types, strides and alignments finds its kernel ready.
+    """Compile every kernel that is launched inside, all at the same time, for tensors of the meta device as if on this
+    one; a later launch with the same types, strides and alignments finds it ready.
     """
     workers = min(_MAX_WORKERS, os.cpu_count() or 1)
     with (

@@ -133,9 +133,7 @@ def mean_compress_forward(x: Tensor, geometry: Geometry, num_blocks: int, docume
 
 
 def mean_compress_backward(d_x_cmp: Tensor, geometry: Geometry, num_tokens: int, documents: Documents | None) -> Tensor:
-    """Gradient of `mean_compress_forward`: [B, C, G, D], in any strides, to [B, S, G, D], contiguous, in its type; zero
-    for tokens that no block holds.
-    """
+    """Gradient of `mean_compress_forward`: [B, C, G, D], in any strides, to [B, S, G, D], contiguous."""
     batch, _, groups, dim = d_x_cmp.shape
     d_x = torch.empty(batch, num_tokens, groups, dim, dtype=d_x_cmp.dtype, device=d_x_cmp.device)
     if not d_x_cmp.numel():

@@ -195,10 +195,8 @@ def choice_kernel(
 def select_blocks_forward(
     q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: Geometry, num_keys: int, scale: float, documents: Documents | None
 ) -> Tensor:
-    """Choose the selection blocks of every query and group: [B, T, G, N], int32, ascending; -1 pads.
-
-    Takes q [B, T, H, D], k_cmp [B, C, G, D], where C may be padded with documents, and lse [B, T, H], the natural
-    log-sum-exp of the compressed scores.
+    """The choice of blocks, [B, T, G, N], int32, from q [B, T, H, D], k_cmp [B, C, G, D], where documents may pad C,
+    and the log-sum-exp of the compressed scores [B, T, H].
     """
     q, k_cmp, lse = unit_stride(q), unit_stride(k_cmp), lse.to(torch.float32)
     batch, num_queries, num_heads, dim = q.shape
@@ -240,9 +238,8 @@ def select_blocks_forward(
 
 
 class Chunk(NamedTuple):
-    """Queries whose blocks are scored together: `first_query` up to `end_query`, where query 0 is token `query_shift`.
-
-    The last of them can choose from `reachable` blocks; a row of scores has `block_lines` lines of 16 blocks.
+    """Queries `first_query` to `end_query`, where query 0 is token `query_shift`, that choose from `reachable` blocks:
+    rows of `block_lines` lines of 16.
     """
 
     first_query: int

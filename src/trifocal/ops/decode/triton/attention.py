@@ -212,9 +212,8 @@ def _combine(
     window: bool,
     sizes: dict[str, int] | None = None,
 ) -> Tensor:
-    """o from the parts of compressed, chosen and window keys; units of a part of the first, and of the others.
-
-    Without `sizes` of blocks all parts are of one branch: dense attention, or a window.
+    """o from parts, of some units of keys each: of compressed, chosen and window keys, or without `sizes` of one
+    branch.
     """
     dense = sizes is None
     sizes = sizes or dict.fromkeys(("COMPRESSION", "STRIDE", "SELECTION", "NUM_SELECTED", "BLOCKS", "UNIT_TILES"), 1)

@@ -197,9 +197,8 @@ class Branch(NamedTuple):
 
 
 class IntervalProblem(NamedTuple):
-    """Inputs of backward: d_o of the branch's output or, with a gate, of the mixture, [B, T, H, V]; q [B, T, H, D],
-    k [B, S, G, D] and v [B, S, G, V]; of the rows, [B, T, H], lse and delta (`sum(d_o * o)`, less the gradient of lse),
-    fp32, contiguous, and the gate, in any strides.
+    """Inputs of backward: d_o of the output or, with a gate, of the mixture; q, k and v; of the rows, [B, T, H], the
+    gate, and lse and delta (`sum(d_o * o)`, less the gradient of lse), fp32, contiguous.
     """
 
     d_o: Tensor

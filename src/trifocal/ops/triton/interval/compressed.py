@@ -19,9 +19,7 @@ def compressed_forward(
     scale: float,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the compressed blocks in each query's past; arguments and results as of `launch_forward`, q being the
-    last T positions of `num_keys` tokens. Slots past the last document's blocks are never read.
-    """
+    """Attend to the compressed blocks in each query's past; arguments and results as of `launch_forward`."""
     branch = _branch(q, k_cmp, geometry, num_keys, documents)
     return launch_forward(q, k_cmp, v_cmp, scale, branch)
 
@@ -42,9 +40,7 @@ def compressed_backward(
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp. d_o and `delta`, which
-    is computed here unless given, are as in `IntervalProblem`; a contiguous d_q is added to in place.
-    """
+    """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp, of `IntervalProblem`; a given d_q is added to."""
     if delta is None:
         delta = row_sums(d_o, o, d_lse)
     branch = _branch(q, k_cmp, geometry, num_keys, documents)

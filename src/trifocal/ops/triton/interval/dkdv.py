@@ -192,9 +192,7 @@ def sum_parts_kernel(d_k_parts, d_v_parts, d_k, d_v, parts, d_k_count, d_v_count
 
 
 def launch_backward(problem: IntervalProblem, d_q: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention for inputs in any strides: d_q, d_k, d_v, contiguous, in the types of q, k, v. A
-    contiguous d_q [B, T, H, D] from elsewhere is added to in place.
-    """
+    """Gradients for inputs in any strides: d_q, d_k, d_v, contiguous; a given d_q [B, T, H, D] is added to in place."""
     problem = problem._replace(**{name: unit_stride(getattr(problem, name)) for name in ("d_o", "q", "k", "v")})
     return launch_d_q(problem, d_q), *launch_dkdv(problem)
 

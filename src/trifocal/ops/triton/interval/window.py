@@ -12,9 +12,7 @@ from trifocal.ops.triton.interval.forward import launch_forward
 def window_forward(
     q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to the last `window_size` keys, the query's own included; arguments and results as of `launch_forward`, q
-    being the last T positions of the keys.
-    """
+    """Attend to the last `window_size` keys, the query's own included; arguments and results as of `launch_forward`."""
     return launch_forward(q, k, v, scale, _branch(q, k, window_size, documents))
 
 
@@ -32,9 +30,7 @@ def window_backward(
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of window attention: d_q, d_k, d_v in the types of q, k, v; `d_o`, `o`, `delta`, `gate` and `d_q` as in
-    `compressed_backward`.
-    """
+    """Gradients of window attention: d_q, d_k, d_v; `d_o`, `delta`, `gate` and `d_q` as in `compressed_backward`."""
     if delta is None:
         delta = row_sums(d_o, o)
     branch = _branch(q, k, window_size, documents)

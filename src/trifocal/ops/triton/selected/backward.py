@@ -34,10 +34,8 @@ def selected_backward(
     gate: Tensor | None = None,
     delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `selected_forward`: d_q, d_k, d_v in the types of q, k, v, contiguous.
-
-    d_o [B, T, H, V] is the gradient of o or, with a gate [B, T, H], of the mixture that takes `gate * o`. `delta`, the
-    sum of `o * d_o` over the value dim, [B, T, H], fp32, is computed here when not given.
+    """Gradients of `selected_forward`: d_q, d_k, d_v, contiguous; d_o [B, T, H, V] is of o or, with a gate [B, T, H],
+    of the mixture that takes `gate * o`, and `delta` [B, T, H] is computed unless given.
     """
     q, k, v, d_o, o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o), unit_stride(o)
     largest = tiles.largest_block_of_backward(q, v)

@@ -204,9 +204,7 @@ def block_major_backward(problem: SelectedProblem, *, with_d_q: bool) -> tuple[T
 def _kernel_of_pieces(
     problem: SelectedProblem, index: BlockCSR, tile: SelectedTile, on_hopper: bool, with_d_q: bool, *targets: Tensor
 ) -> Callable[[int], None]:
-    """A function that computes d_k, d_v of one chunk's pieces and, if asked for, d_q of its slots, without the factor
-    `scale`.
-    """
+    """A function that computes d_k, d_v of a chunk's pieces and, if asked for, d_q of its slots, without `scale`."""
     # The same for every chunk.
     arguments = (
         *problem.rows(), *targets, index.slots, index.starts, index.first_pieces, index.piece_keys,

@@ -60,10 +60,8 @@ class BlockCSR(NamedTuple):
 
 
 def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tuple[Tensor, int]:
-    """Cut blocks larger than a tile into equal ones that fit: the choice in smaller blocks, [B, T, G, N * parts],
-    contiguous, int32, and their size.
-
-    `block_size` is a multiple of 16; a tile holds at most `largest` tokens, at least 16.
+    """Cut blocks of `block_size`, a multiple of 16, into equal ones of at most `largest` tokens: the choice in these,
+    [B, T, G, N * parts], contiguous, int32, and their size.
     """
     parts = cdiv(block_size, largest)
     while block_size % parts:
@@ -142,9 +140,7 @@ def build_block_csr(
     chunk_rows: int,
     piece_slots: int,
 ) -> BlockCSR:
-    """Sort the choice [B, T, G, N], int32, contiguous, by block, `chunk_rows` rows (batch, query) at a time; a piece
-    has at most `piece_slots` slots. Raises ValueError if slots or keys do not fit into 32 bits.
-    """
+    """Sort the choice [B, T, G, N] by block, `chunk_rows` rows at a time, into pieces of up to `piece_slots` slots."""
     batch, num_queries, groups, num_selected = selected_blocks.shape
     device = selected_blocks.device
     rows, num_slots = batch * num_queries, selected_blocks.numel()
@@ -281,10 +277,8 @@ def _choice_bits_kernel(
 
 
 def choice_bits(selected_blocks: Tensor, block_size: int, num_keys: int, documents: Documents | None) -> Tensor:
-    """The choice as bits, [B, G, words, T], int32: bit `j % 32` of word `j // 32` is set if block j is chosen.
-
-    There are words for the blocks of the longest document. Where its length was given too small, later blocks have
-    none: they are not attended to, and nothing is read behind the words.
+    """The choice as bits, [B, G, words, T], int32: bit `j % 32` of word `j // 32` for block j, up to the longest
+    document; blocks beyond, where its length was given too small, are not attended to.
     """
     batch, num_queries, groups, num_selected = selected_blocks.shape
     num_words = cdiv(longest_document(num_keys, documents), 32 * block_size)

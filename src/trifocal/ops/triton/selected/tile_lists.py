@@ -91,10 +91,7 @@ def tile_lists_kernel(
 def build_tile_lists(
     selected_blocks: Tensor, block_size: int, num_keys: int, documents: Documents | None, queries: int
 ) -> TileLists:
-    """The lists of tiles of `queries` queries; selected_blocks are [B, T, G, N], int32, contiguous.
-
-    Pads, repetitions and blocks past the query's own are left out.
-    """
+    """The lists of tiles of `queries` queries from [B, T, G, N], without pads, repetitions and later blocks."""
     batch, num_queries, groups, num_selected = selected_blocks.shape
     row_tiles = cdiv(num_queries, queries)
     width = min(queries * num_selected, count_blocks(num_keys, block_size, documents))
