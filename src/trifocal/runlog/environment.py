@@ -34,9 +34,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def environment(config_text: str | None = None) -> dict[str, Any]:
-    """This process's software, hardware and settings, in JSON types, None where a value does not exist here; of the
-    run's resolved config as saved, the hash.
-    """
+    """This process's software, hardware and settings, in JSON types, and the hash of the run's resolved config."""
     commit, changed = _git_state(Path(__file__).parent)
     return {
         "trifocal": {"version": __version__, "git_commit": commit, "git_changed": changed},
@@ -80,10 +78,7 @@ def write_environment(path: str | os.PathLike[str], config_text: str | None = No
 
 
 def write_backends(path: str | os.PathLike[str]) -> None:
-    """Write the backend of each operation in this process, the reason and the number of calls so far, as JSON.
-
-    Compiled code counts once, when it is compiled; a CUDA graph when it is recorded.
-    """
+    """Write the backend of each operation, the reason and the calls so far; compiled code and graphs count once."""
     rows = [
         {"operation": operation, "backend": backend, "reason": reason, "calls": calls}
         for (operation, backend, reason), calls in sorted(backend_choices().items())

@@ -253,10 +253,8 @@ def _no_collection() -> Iterator[None]:
 
 def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
     """`function (file.py:line) < caller (file.py:line) < …`, the innermost frames of the training thread, and whether
-    a compiler of PyTorch or Triton is on its stack.
-
-    Frames of the autograd engine's own threads (hooks, on CUDA) come first: meanwhile the training thread only waits.
-    They are unknown to `threading`, and younger than such threads of other libraries, `others`.
+    it compiles. The autograd engine's threads, for which it waits, come first: they are unknown to `threading`, and not
+    in `others`.
     """
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     known |= others | {main_thread}
@@ -270,10 +268,8 @@ def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozense
 
 
 def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, int]]:
-    """Code and line of every frame of the unknown threads, then of the training thread.
-
-    A frame keeps its local variables alive, tensors too, so no frame leaves this function. The frame of this function
-    is dropped as well: it would form a reference cycle with all the others.
+    """Code and line of every frame of unknown threads, then of the training thread. No frame leaves this function, not
+    even its own: it keeps its local variables alive, tensors too.
     """
     found = []
     with _no_collection():

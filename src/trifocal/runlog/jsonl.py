@@ -42,11 +42,7 @@ class JsonLinesWriter:
             self._warn(error)
 
     def append(self, row: Mapping[str, Any]) -> bool:
-        """Write one row of JSON types; whether it is in the file. Raises TypeError if a value is not a JSON type, such
-        as a tensor.
-
-        Non-finite numbers become NaN and Infinity, which Python's json reads.
-        """
+        """Write one row of JSON types (a number that is not finite as NaN or Infinity); whether it is in the file."""
         line = (json.dumps(row, separators=(",", ":")) + "\n").encode()
         if self._file is None:
             return False
@@ -101,11 +97,8 @@ def read_lines(
     fields: Set[str] = frozenset(),
     kept: Callable[[Row], bool] = lambda row: True,
 ) -> Rows:
-    """Read the rows of a JSON-lines file that may still be growing, a line at a time, in order.
-
-    With `last_bytes`, only the whole lines in about this many bytes at the end are read. `kept` says whether to keep a
-    row; one without one of the fields is damaged. A torn last line (no newline yet) is left out; any other that is no
-    row is skipped and counted. Raises UserError if the file is missing or no regular file.
+    """The rows of a JSON-lines file that may still be growing, that are `kept`; with `last_bytes`, only from about this
+    much of its end. A torn last line is left out; any other that is no row, or lacks a field, is counted.
     """
     path, rows = Path(path), Rows()
     try:

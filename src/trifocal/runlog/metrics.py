@@ -20,10 +20,8 @@ METRICS_FIELDS = frozenset({"kind", "step", "unix_time_seconds"})
 
 
 class MetricsWriter:
-    """Writes the metric rows of one run, and gives them to its sinks. Every rank but 0 has the path None: no file.
-
-    Resuming from a step removes every row from the first one past it on, so that no step appears twice, and adds a
-    `resumed` event. A sink that raises gives one warning and a `sink_failed` event, and gets no more rows.
+    """Writes the metric rows of one run, and gives them to its sinks, until one raises; no path, no file. A resume
+    removes later rows, so that no step appears twice, and adds a `resumed` event.
     """
 
     def __init__(
@@ -51,9 +49,7 @@ class MetricsWriter:
                 self._call(sink, partial(sink.write, row))
 
     def event(self, step: int, name: str, message: str, *, severity: str = "info", **values: Any) -> None:
-        """Append an event row: a fixed name, such as `gate_closed`, a sentence for the user, and further fields. Its
-        severity is `info`, `warning` or `error`.
-        """
+        """Append an event row: a fixed name, a sentence for the user, `info`, `warning` or `error`, and more fields."""
         self.write("event", step, name=name, severity=severity, message=message, **values)
 
     def close(self) -> None:

@@ -19,11 +19,8 @@ def try_print(text: str, stream: TextIO | None = None) -> None:
 
 
 class Progress:
-    """Shows step, loss, tokens/s and the time left: a live bar on a terminal, plain lines elsewhere; nothing, for every
-    rank but 0, unless `enabled`. A resumed run has `start_step` steps before this process.
-
-    The plain lines (a log file, a pipe, CI, TERM=dumb) have no control characters. Besides the first and the last step,
-    they come at most every `interval_seconds`.
+    """Shows step, loss, tokens/s and the time left, where `enabled`: a live bar on a terminal; elsewhere plain lines
+    without control characters, every `interval_seconds` at most.
     """
 
     def __init__(

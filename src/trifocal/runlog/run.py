@@ -117,11 +117,8 @@ class Run:
 
 
 def read_run(directory: str | Path, *, live: bool = False) -> Run:
-    """Read a run directory; `live` reads only what a live view needs: the end of the metrics, config and the last
-    heartbeat row of every rank.
-
-    Parts that do not exist are empty; damaged entries are left out and counted. Raises UserError if there is no run, or
-    its metrics or its config cannot be read.
+    """Read a run directory; `live` reads only the end of the metrics, config and the last heartbeat of every rank. What
+    does not exist is empty; damaged entries are left out and counted.
     """
     directory = Path(directory)
     check_run_folder(directory)
@@ -168,10 +165,8 @@ def _read_the_rest(run: Run) -> None:
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:
-    """Read a file of `trifocal evaluate`: `step` (or None), further facts about the model, and `rows`, each with
-    `task`, `length`, `status` and finite figures, and what it was compared with as `beside`.
-
-    Anything else of a row is left out. None if it has no such row.
+    """A file of `trifocal evaluate`: `step`, facts about the model, and rows with `task`, `length`, `status`, finite
+    figures, and `beside`, what they are compared with; None if it has no such row.
     """
     content = _read_json(path)
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):

@@ -33,10 +33,7 @@ def _scalars(row: Row) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Writes every number of a metric row to TensorBoard as `kind/field`, and every event as text.
-
-    TensorBoard hides steps later than `resume_step`, from which the run resumes.
-    """
+    """Writes every number of a row to TensorBoard as `kind/field`, every event as text; steps past a resume hide."""
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -58,10 +55,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Writes every number of a metric row to W&B as `kind/field` over `step`.
-
-    The first row makes the connection, with the settings of W&B itself (`wandb login`, WANDB_MODE=offline). The run's
-    `wandb` folder has W&B's files, and the id for resuming.
+    """Writes every number of a row to W&B as `kind/field` over `step`; the first connects. The run's `wandb` folder has
+    W&B's files, and the id for resuming.
     """
 
     def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:

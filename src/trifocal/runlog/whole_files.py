@@ -28,9 +28,7 @@ def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> Non
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file that the user named: whole, through a link to its target, and into a pipe or device as it comes.
-    OSError if writing fails; an earlier file stays.
-    """
+    """Write a file that the user named: whole, through a link to its target, and into a pipe or device as it comes."""
     if path.exists() and not path.is_file():
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return

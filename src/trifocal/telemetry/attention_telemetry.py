@@ -51,10 +51,8 @@ class AttentionTelemetry:
         self._active: set[tuple[str, int, str]] = set()
 
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
-        """Run the first sequence of a batch, tokens [B, T] on the model's device, through the model: a row for each
-        layer that chooses blocks, of JSON types. With a sharded model every rank must call this.
-
-        `cu_seqlens` are document boundaries over the flattened B * T tokens, on the host.
+        """A row, of JSON types, for each layer that chooses blocks, of the first sequence of tokens [B, T] with
+        boundaries over all of them. With a sharded model every rank must call this.
         """
         if not self.layers:
             return []
@@ -72,9 +70,7 @@ class AttentionTelemetry:
     def picture(
         self, step: int, tokens: Tensor, texts: list[str], *, cu_seqlens: Tensor | None = None
     ) -> AttentionPicture:
-        """Run the first sequence of a batch, as `measure` does, and record the keys that each branch reads; `texts` are
-        those of its T tokens. A layer must choose blocks.
-        """
+        """The keys that each branch reads in the first sequence of a batch, as of `measure`, with its tokens' texts."""
         num_tokens = tokens.shape[1]
         geometry, num_groups = self.model.config.geometry, self.model.config.num_kv_heads
         cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
@@ -199,9 +195,7 @@ def _rounded(value: Any) -> Any:
 
 
 def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
-    """The alarms of one layer's figures, a row of `AttentionTelemetry.measure`: name, layer and branch (empty where
-    there is none), and a sentence.
-    """
+    """The alarms of a row of `AttentionTelemetry.measure`: name, layer, branch or "", and a sentence."""
     layer = row["layer"]
     for branch in BRANCHES:
         mean, entropy = row[f"gate_mean_{branch}"], row[f"gate_entropy_{branch}"]

@@ -63,11 +63,8 @@ class LayerAttention:
 
 
 def choosing_shares(layer: LayerAttention, queries: Tensor) -> Tensor:
-    """Share of each selection block in the scores by which blocks are chosen, at the queries with these indices [Q]:
-    [1, Q, G, J].
-
-    Blocks count from the start of the query's document; 0 where no compressed block is visible. An index gives the
-    softmax over its blocks' scores.
+    """Share of each block of a query's document in the scores that choose, [1, Q, G, J], at queries [Q]; of an index
+    the softmax, 0 where no compressed block is visible.
     """
     sample = layer.sample(queries)
     position, geometry = layer.positions[queries][:, None, None], layer.geometry

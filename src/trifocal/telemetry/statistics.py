@@ -88,9 +88,8 @@ def distance_bins(num_tokens: int, geometry: Geometry) -> int:
 
 
 def choice_statistics(layer: LayerAttention) -> dict[str, Tensor]:
-    """Compare the choice with the exact one, by full attention over the selected branch's keys, at sampled queries.
-
-    Only queries with more free candidates than free places count; all figures are NaN if there are none.
+    """Compare the choice with the exact one, by full attention over the selected branch's keys, at sampled queries with
+    more free candidates than free places; NaN if there are none.
     """
     queries, geometry = layer.sampled_queries(), layer.geometry
     mass, sample = full_attention_shares(layer, queries), layer.sample(queries)

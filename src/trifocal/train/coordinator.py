@@ -22,10 +22,8 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out",
 
 
 class StepData(NamedTuple):
-    """The data of one step: this process's micro-batches, and the state of the loader after them.
-
-    Of all processes, valid targets of the global batch; for each micro-batch, the largest number of packed documents;
-    and queries of the global batch that teach the choice of each layer, None where it is not taught.
+    """The data of one step: micro-batches, and the loader's state after them; and of all processes valid targets, for
+    each micro-batch the most packed documents, and queries that teach each layer's choice, if it is taught.
     """
 
     batches: list[Batch]
@@ -66,22 +64,16 @@ class StepCoordinator:
         return self._signals.something_to_save and (self._signals.received is not None or self._stop_elsewhere)
 
     def agree_to_stop(self) -> bool:
-        """Whether any process is asked to stop: all processes call this at the same place, and get the same answer.
-
-        They then leave what they do together, and take no further step.
-        """
+        """Whether any process is asked to stop; all call this at the same place, and then take no further step."""
         self._stop_agreed = self._stop_agreed or self._processes.sum([self.stop_requested()])[0] > 0
         return self._stop_agreed
 
     def next_step(
         self, loader: Loader, count: int, heartbeat: Heartbeat, *, step: int = 0, last: bool
     ) -> StepData | None:
-        """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
-
-        The hosts exchange a few numbers, a step ahead, as soon as the batches are there: a step waits neither for other
-        hosts nor for a device. `count` micro-batches make a step; `last` says that no step follows. None if all
-        processes are to stop before it, but never before the first step. UserError, with the rank, if the data failed
-        anywhere.
+        """The next step's `count` micro-batches, agreed on by the hosts a step ahead, unless it is the `last`: a step
+        waits neither for other hosts nor for a device. None if all processes are to stop, but never before the first
+        step.
         """
         if self._processes.size == 1:
             if self._begun and (self._stop_agreed or self._signals.received is not None):

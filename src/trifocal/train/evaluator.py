@@ -18,10 +18,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 class Evaluator:
-    """Evaluates the model of a run, measures its attention and samples from it.
-
-    A sharded model needs all processes for attention and samples; with any other, rank 0 does both by itself.
-    """
+    """Evaluates a run's model, measures its attention and samples; the latter two in rank 0, unless it is sharded."""
 
     def __init__(self, setup: TrainSetup, log: RunLogger, coordinator: StepCoordinator) -> None:
         self._config, self._directory, self._tokenizer = setup.config, setup.directory, setup.tokenizer
@@ -33,11 +30,7 @@ class Evaluator:
         """Whether the model has attention layers to measure."""
 
     def evaluate(self) -> Evaluation | None:
-        """Compute the loss on the validation batches; all processes call this.
-
-        None if the run is to stop, which all processes find after the same batch. Raises UserError in every process if
-        the data fail in any.
-        """
+        """The loss on the validation batches, from all processes; None, in all of them, if the run is to stop."""
         batches = self._setup.validation_batches()
 
         def on_batch(done: int) -> None:
@@ -69,10 +62,7 @@ class Evaluator:
             self._telemetry.log(self._log.metrics, step, tokens, cu_seqlens=batch.cu_seqlens)
 
     def picture_attention(self, step: int) -> None:
-        """Write the attention of each branch on one validation sequence into `attention/`.
-
-        It is always the same one: the first with the fewest document boundaries, which has the longest past.
-        """
+        """Write the attention on one validation sequence, always the one with the longest past, into `attention/`."""
         if not self._takes_part:
             return
         rows = []
@@ -92,10 +82,7 @@ class Evaluator:
         self._log.write_optional("attention picture", lambda: picture.save(path))
 
     def sample(self, step: int) -> str | None:
-        """Continue the configured prompt, and write the text into `samples/`. Every step of a run has the same seed.
-
-        Returns the text; None in a process that takes no part, or if the run is to stop.
-        """
+        """Continue the configured prompt, always with the same seed, into `samples/`; None without a part or a text."""
         if not self._takes_part:
             return None
         config, tokenizer = self._config, self._tokenizer

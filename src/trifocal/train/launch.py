@@ -26,10 +26,7 @@ from trifocal.train.step.schedule import last_stable_step, learning_rate
 
 
 def check_same_start(processes: DistributedContext, config: RunConfig, **further: Any) -> None:
-    """Refuse a start in which the processes differ in configuration, versions or further values.
-
-    Raises UserError, in every process, if one differs from rank 0; names both and the first difference.
-    """
+    """Refuse, in every process, a start that differs from rank 0's in configuration, versions or further values."""
     mine = {name: value_of(config, name) for name in dotted_fields(RunConfig)} | further
     mine |= {"trifocal": __version__, "torch": torch.__version__, "python": platform.python_version()}
     starts = processes.gather(mine)
@@ -49,9 +46,7 @@ def _same_command(config: RunConfig, directory: Path) -> bool:
 
 
 def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
-    """Sentences for the start of a run that continues, from the configuration that it had and the one that it has now;
-    `step` is the checkpoint's.
-    """
+    """Sentences for a run that continues from a checkpoint's step: what changed, and the learning rate."""
     changed = []
     for name in dotted_fields(RunConfig):
         before, after = value_of(saved, name), value_of(now, name)

@@ -58,9 +58,7 @@ class TrainResult:
 
 
 def deterministic_operations(stack: ExitStack) -> None:
-    """Until the stack is closed, every operation gives equal bits for equal inputs; one without a deterministic form on
-    a GPU raises.
-    """
+    """Until the stack is closed, operations give equal bits for equal inputs, or raise where a GPU cannot."""
     # cuBLAS reads it at its first use: with more workspaces, sums could run in another order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
@@ -98,10 +96,7 @@ def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
 def run_training(
     setup: TrainSetup, notes: list[str], checkpoint: Path | None, before_step: BeforeStep | None
 ) -> TrainResult:
-    """Train to the last step or the first signal; arguments, result and errors as of `trifocal.train.train`. The run's
-    folder exists; `checkpoint` is the one to resume from, None for a new run. torch.OutOfMemoryError says what to
-    lower.
-    """
+    """Train to the last step or the first signal, as `trifocal.train.train`, in a folder that exists."""
     with ExitStack() as stack:
         stack.enter_context(remedies_on_out_of_memory(*memory_remedies(setup.config, setup.processes.size)))
         stack.callback(setup.loader.close)
@@ -127,9 +122,7 @@ def run_training(
 
 
 class Trainer:
-    """The loop of one run, in one process of it; arguments as of `run_training`. The setup is restored if it continues
-    from a checkpoint.
-    """
+    """The loop of one run, in one process of it; arguments as of `run_training`, its setup restored."""
 
     def __init__(
         self,
@@ -238,9 +231,7 @@ class Trainer:
 
     @contextmanager
     def _compile_notes(self, step: int) -> Iterator[str]:
-        """Around a step: note in the log that the first one compiles code, which is slow; yields the name of the step's
-        forward phase, "compile" or "forward".
-        """
+        """Note in the log that the first step compiles; yields its forward phase's name, "compile" or "forward"."""
         if not self.generates_code or self.state.steps_here:
             yield "forward"
             return
@@ -271,11 +262,7 @@ class Trainer:
             self.saver.save(must_succeed=last)
 
     def _evaluate(self, result: StepResult, *, last: bool) -> None:
-        """Evaluate, measure the attention and sample, where due and as long as no process is to stop.
-
-        Each ends soon after a stop is requested: evaluations and samples look after each batch and token, and the rest
-        takes no longer than a step.
-        """
+        """Evaluate, measure the attention and sample, where due, until a process is to stop: each then ends soon."""
         config, step, evaluator = self.config, self.state.step, self.evaluator
         evaluates = is_due(step, config.evaluate.interval_steps, last)
         pictures = evaluates and evaluator.has_telemetry and config.log.telemetry_interval_steps
@@ -302,10 +289,8 @@ class Trainer:
                     work()
 
     def _commit_start(self) -> None:
-        """Note that the first step has ended in all processes: from now on a signal saves.
-
-        A resumed run saves its configuration and deletes later checkpoints now, not before: a resume that fails
-        leaves the run, its configuration and its checkpoints as they were.
+        """Note that the first step has ended in all processes: from now on a signal saves. A resume changes the run's
+        configuration and checkpoints only now: one that fails leaves them as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
         with self.log.heartbeat.phase("wait"):

@@ -35,19 +35,15 @@ class FiniteGuard:
         self._last = self._unchecked = result
 
     def check_step(self) -> None:
-        """Raise NonFiniteError, in every process, if the last step was not finite. Its update was withheld on the
-        device, its gradients are still there.
-
-        Called between the next step's forward and backward: the device has work while the host waits for the flag.
+        """Raise NonFiniteError, in every process, if the last step was not finite; its update was withheld on the
+        device. Called between forward and backward: the device has work while the host waits for the flag.
         """
         result, self._unchecked = self._unchecked, None
         if result is not None and not result.finite.wait():
             self._stop(result)
 
     def check_weights(self) -> None:
-        """Raise NonFiniteError, in every process, if the last update made weights that are not finite: no later step is
-        there to show it. All processes call this.
-        """
+        """Raise NonFiniteError, in every process, if the last update made weights that are not finite."""
         if self._last is None:
             return
         finite = torch.stack([torch.isfinite(local_shard(parameter)).all() for parameter in self._model.parameters()])

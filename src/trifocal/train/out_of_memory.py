@@ -11,9 +11,7 @@ from trifocal.train.config.sections import RunConfig
 
 
 def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
-    """Flags that lower the memory of a step on this many devices that train together, in the order to try them; the
-    first ones leave the result as it is.
-    """
+    """Flags that lower the memory of a step, in the order to try them; the first ones leave the result as it is."""
     train, context = config.train, config.parallel.context
     groups = config.parallel.groups(num_devices)
     share, at_once = train.global_batch_size // groups, train.sequences_at_once(groups)
@@ -37,9 +35,7 @@ def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
 
 @contextmanager
 def remedies_on_out_of_memory(*remedies: str) -> Iterator[None]:
-    """Name the remedies where an allocation fails: in the one line of a torch.OutOfMemoryError, with the notes of the
-    allocator's error.
-    """
+    """Name the remedies in a torch.OutOfMemoryError of one line where an allocation fails."""
     try:
         yield
     except RuntimeError as error:

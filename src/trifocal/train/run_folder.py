@@ -64,20 +64,13 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunLock:
-    """The system's lock on a file in a run's folder. It ends with the process; a renamed folder keeps it.
-
-    The context releases all locks at its end.
-    """
+    """The system's lock on a file in a run's folder, renamed or not, until the context or the process ends."""
 
     def __init__(self) -> None:
         self._files: list[int] = []
 
     def acquire(self, folder: Path) -> None:
-        """Lock a folder that exists, or print a warning if its file system has no locks.
-
-        A lock of another process is a `UserError`; a folder that cannot be written, or a lock that is a link, an
-        OSError.
-        """
+        """Lock a folder that exists; UserError if another process has it, a warning if its file system has no locks."""
         file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._files.append(file)
         try:
@@ -113,10 +106,7 @@ class RunLock:
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> None:
-    """Make the folder of a new run, lock it, and save the resolved configuration in it.
-
-    With `overwrite`, a run that is there is renamed to `NAME.old-1`, `NAME.old-2`, … first; anything else is refused.
-    """
+    """Make, lock and mark the folder of a new run, with its configuration; `overwrite` renames a run that is there."""
     folder = Path(config.run.directory)
     try:
         # A link leads to the same place when what is there has been renamed.
@@ -156,10 +146,7 @@ def _first_free(folder: Path, ending: str, number: int) -> Path:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse to write into a folder where a path of a run is a link, a pipe or a device: it would lead elsewhere.
-
-    Only wandb's own links may stay.
-    """
+    """Refuse links, pipes and devices in a run's folder, which would lead elsewhere; wandb's own links may stay."""
     for parent, folders, files in os.walk(folder):
         if Path(parent) == folder and "wandb" in folders and not (folder / "wandb").is_symlink():
             folders.remove("wandb")

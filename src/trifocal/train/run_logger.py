@@ -28,10 +28,7 @@ from trifocal.train.validation_loss import Evaluation
 
 
 class RunLogger:
-    """Writes metrics and events of a run, and prints those for the user. Made by `open_logger`.
-
-    The run's state gives the step of every row; `progress` is the lines, or the bar, on the terminal.
-    """
+    """Writes metrics and events of a run, from `open_logger`, and prints those for the user."""
 
     def __init__(
         self,
@@ -56,11 +53,7 @@ class RunLogger:
         self._skipped_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
-        """Write an event of the current step into the metrics: a name of docs/diagnostics.md, a sentence, and further
-        fields of the row.
-
-        Its severity is "info", "warning" or "error".
-        """
+        """Write an event of the step, named in docs/diagnostics.md; its severity is "info", "warning" or "error"."""
         self.metrics.event(self._state.step, name, message, severity=severity, **values)
 
     def log_event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
@@ -176,9 +169,7 @@ class RunLogger:
         )
 
     def write_optional(self, what: str, write: Callable[[], None]) -> None:
-        """Write a file that the run can do without, in rank 0: if the disk is full, the run continues without it, with
-        a warning that names it.
-        """
+        """Write, in rank 0, a file that the run can do without: a full disk gives a warning that names it."""
         if self._rank != 0 or not self.folder_is_there():
             return
         try:
@@ -202,10 +193,7 @@ class RunLogger:
 
 
 def open_logger(setup: TrainSetup, stack: ExitStack) -> RunLogger:
-    """Open the files of a run, which the stack closes, write `env.json`, and start the heartbeat and its watchdog.
-
-    The run is restored if it continues from a checkpoint, and its folder exists.
-    """
+    """Open the files of a run, and start the heartbeat and its watchdog, until the stack is closed."""
     config, directory, processes = setup.config, setup.directory, setup.processes
     metrics, resume_step = MetricsWriter(None), setup.state.resume_step
     if processes.is_rank0:

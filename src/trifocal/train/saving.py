@@ -23,10 +23,7 @@ _Written = tuple[Path, float, float]
 
 
 class Saver:
-    """Writes the checkpoints of a run, and its weights when it ends. All processes call each method.
-
-    `guard` checks before each save that step and weights are finite.
-    """
+    """Writes the checkpoints of a run, and its weights when it ends; all processes call each method."""
 
     def __init__(self, setup: TrainSetup, log: RunLogger, guard: FiniteGuard) -> None:
         self._section, self._state = setup.config.checkpoint, setup.state
@@ -41,9 +38,7 @@ class Saver:
         self._saved_step = setup.state.resume_step or 0
 
     def save(self, *, must_succeed: bool) -> None:
-        """Write a checkpoint of the last step; one that must succeed, the last, at once: UserError if it cannot be. If
-        another one fails, an error is logged. NonFiniteError if the last step, or a weight, is not finite.
-        """
+        """Write a checkpoint of the last step; one that fails is logged, or raises UserError if it must succeed."""
         self._guard.check_step()
         self._processes.run_on_rank0(self.check_directory)
         with self._log.pause("checkpoint"):
@@ -51,19 +46,13 @@ class Saver:
             self._write(must_succeed=must_succeed)
 
     def report_written(self, *, wait: bool = False) -> None:
-        """Log the end of a checkpoint that was written in the background; without `wait`, nothing happens while it is
-        being written.
-        """
+        """Log the end of a checkpoint that was written in the background; only `wait` waits for it."""
         if self._writing is not None and (wait or self._writing[1].done()):
             (step, writing), self._writing = self._writing, None
             self._report(step, writing.result, must_succeed=False)
 
     def end(self) -> None:
-        """Save the last step, if it is not saved yet, and export its weights.
-
-        Raises UserError if either cannot be written, or the run's folder is gone, and NonFiniteError if the last step,
-        or a weight, is not finite.
-        """
+        """Save the last step, if it is not saved yet, and export its weights; UserError if either cannot be written."""
         self.report_written(wait=True)
         if self._saved_step != self._state.step:
             self.save(must_succeed=True)
@@ -90,11 +79,7 @@ class Saver:
 
     @contextmanager
     def ended_on_error(self) -> Iterator[None]:
-        """Around work that is no step: if it fails, the steps since the last checkpoint are saved before the run ends.
-
-        Not where only this process may have failed: the others would not save with it. Nor where the last step was
-        not finite: its update was withheld.
-        """
+        """Around work that is no step: if all processes fail, a finite last step is saved before the run ends."""
         try:
             yield
         except Exception as error:
@@ -111,9 +96,7 @@ class Saver:
             raise type(error)(f"{error}; step {self._state.step} is saved") from error
 
     def check_directory(self) -> None:
-        """Raise UserError if the run's folder was moved, deleted or replaced: half a run would result. Rank 0 calls
-        this.
-        """
+        """Raise UserError, in rank 0, if the run's folder was moved, deleted or replaced: half a run would result."""
         if not self._log.folder_is_there():
             raise UserError(
                 f"{self._directory} was moved, deleted or replaced while its run trained: the run stopped after step "

@@ -63,11 +63,7 @@ def in_thread(work: Callable[[], T], name: str) -> "futures.Future[T]":
 
 
 def parallelize_model(model: DecoderLM, config: RunConfig, processes: DistributedContext) -> tuple[Parallel, str]:
-    """Parallelize a model by `config.parallel`: the model as it is trained, and a sentence for the log, which may be
-    empty.
-
-    It is on its device, the same in all processes. Raises UserError if the mode does not fit the number of processes.
-    """
+    """The model as it is trained, by `config.parallel`, and a sentence for the log, which may be empty."""
     section, device = config.parallel, processes.device
     mode, note = choose_mode(section.mode, processes, config.model)
     if section.context > 1:
@@ -186,10 +182,7 @@ class TrainSetup:
         return None if self.model.context is None else self.model.context.local_tokens
 
     def restore(self, checkpoint: Path) -> None:
-        """Load a checkpoint: weights, optimizer, position in the data, counters, random generators.
-
-        Raises UserError if it is damaged, of another model, or past the run's last step.
-        """
+        """Load a checkpoint: weights, optimizer, position in the data, counters, random generators."""
         saved = load_checkpoint(
             checkpoint,
             model=self.model,
@@ -222,9 +215,7 @@ class TrainSetup:
         self._random_state = saved["random"]
 
     def validation_batches(self) -> list[Batch]:
-        """The batches of all evaluations, read once. All processes call this; UserError in every one if the data fail
-        in any.
-        """
+        """The batches of all evaluations, read once; all processes call this, and all fail where one does."""
         if not self._validation_batches:
             self._validation_batches = self.processes.run_on_all(self._read_validation_batches)
         return self._validation_batches

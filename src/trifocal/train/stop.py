@@ -26,9 +26,7 @@ callback, of which PyTorch's compiler has many, and a signal just before a syste
 
 
 class StoppedBeforeFirstStep(KeyboardInterrupt):
-    """A signal came before the first step of this start had ended: there is nothing to save. `status` is the exit
-    status, 128 and the signal's number.
-    """
+    """A signal came before the first step had ended: nothing to save. The exit `status` is 128 and its number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"{signal.Signals(number).name} came before the first step had ended")

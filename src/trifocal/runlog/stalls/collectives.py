@@ -92,9 +92,7 @@ def describe(collectives: Sequence[Collective]) -> str:
 
 
 def describe_waiting_ranks(last: dict[int, list[Collective]]) -> list[str]:
-    """Sentences about ranks that wait in a collective for ranks that have not called it, from the last one of each
-    rank's groups.
-    """
+    """Sentences about ranks that wait for ranks that have not called the last collective of a group."""
     groups = sorted({(found.library, found.group) for of_rank in last.values() for found in of_rank})
     sentences = []
     for key in groups:

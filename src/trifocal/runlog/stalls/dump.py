@@ -31,10 +31,7 @@ class Answer(NamedTuple):
 
 
 def write_stacks(folder: Path, rank: int) -> None:
-    """Write the stacks of all threads, by faulthandler, which waits for no lock.
-
-    For stalls only: the process dies if a thread of C++, such as gloo's, begins to call Python in the same microsecond.
-    """
+    """Write all threads' stacks, only for stalls: the process dies if a thread of C++ then begins to call Python."""
     try:
         with (folder / f"stacks_rank{rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
@@ -80,10 +77,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row) -> str:
-    """The page `summary.md`: the stuck ranks, in words, as Markdown.
-
-    The folder is the dump, with the answers of the ranks so far. `rank` began it; `what` is its state, as words after
-    "Rank N", and `row` its heartbeat row.
+    """The page `summary.md` of a dump: the stuck ranks, in words, as Markdown. `rank` began it; `what` is its state, as
+    words after "Rank N", and `row` its heartbeat row.
     """
     answers = read_answers(folder)
     lines = [

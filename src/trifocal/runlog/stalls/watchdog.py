@@ -71,9 +71,7 @@ class StackDump:
 
 
 class Watchdog:
-    """Watches the process's own heartbeat, in its thread; a context manager inside the heartbeat's. `on_stall` gets a
-    sentence that names the dump, once for each stall.
-    """
+    """Watches the process's own heartbeat, in its thread; `on_stall` gets a sentence with the dump, once a stall."""
 
     def __init__(
         self,

@@ -22,9 +22,7 @@ class Mark(NamedTuple):
 
 
 class Moment:
-    """Number of the traced step, its micro-batch (from 1) and phase, and the beginning of the phase; work on a CUDA
-    device has its own times.
-    """
+    """Traced step, micro-batch (from 1), phase and its beginning; work on a CUDA device has its own times."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -43,10 +41,7 @@ class Moment:
         return Mark(time.perf_counter(), event)
 
     def between(self, start: Mark, end: Mark, name: str = "milliseconds") -> dict[str, float]:
-        """Columns of a table: the time between two moments on the host, and on a CUDA device.
-
-        The device must have been synchronised after the second moment.
-        """
+        """Columns of the time between two moments on the host, and on a CUDA device, synchronised after the second."""
         columns = {f"host_{name}": round(1e3 * (end.seconds - start.seconds), 4)}
         if start.event is not None and end.event is not None:
             columns[f"device_{name}"] = round(start.event.elapsed_time(end.event), 4)
@@ -95,12 +90,8 @@ def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 class ModuleHooks:
-    """Calls back around the forward pass of every module, also when checkpointing repeats it in backward; the model's
-    own name is `model`.
-
-    `entered` gets a module's name and the tensors among its inputs, `left` those among its outputs; none if a repeated
-    pass ended early. The input maps of an attention are left out: a hook would take them out of the product that they
-    are together.
+    """Calls back around the forward pass of every module, also when checkpointing repeats it, with name and tensors;
+    none if a repeated pass ended early. A hook on an attention's input maps would take them out of their joint product.
     """
 
     def __init__(

@@ -26,10 +26,8 @@ _SNAPSHOT_EVENTS = 200_000
 
 
 class ModuleTrace(Trace):
-    """Notes every pass through every module.
-
-    A row's event is `forward`; `recompute` for a forward pass that checkpointing repeats in backward; or `backward`,
-    from the gradient of the module's first output to that of its first input, if both exist.
+    """Notes every pass through every module: `forward`; `recompute`, which checkpointing repeats in backward; or
+    `backward`, from the gradient of the first output to that of the first input.
     """
 
     name = "modules"
@@ -81,10 +79,7 @@ class ModuleTrace(Trace):
 
 
 class DtypeTrace(Trace):
-    """Lists parameters, gradients, the optimizer's state, activations and the gradients of activations.
-
-    An activation is a module's output, listed once for each dtype that it had.
-    """
+    """Lists parameters, gradients, the optimizer's state, and modules' outputs with gradients, once for each dtype."""
 
     name = "dtypes"
 
@@ -222,10 +217,8 @@ def _local_bytes(tensor: Tensor) -> int:
 
 
 class GradientTrace(Trace):
-    """Notes each accumulation into a parameter's gradient, with its time since backward began.
-
-    In a sharded model, the time is that of the shard's gradient, after the reduce-scatter. A parameter without any
-    gradient in a step has a row without order and time.
+    """Notes each accumulation into a parameter's gradient, or its shard's, with its time since backward began; a
+    parameter without any in a step has a row without order and time.
     """
 
     name = "gradients"

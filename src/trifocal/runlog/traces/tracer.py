@@ -29,10 +29,7 @@ _ROWS = 50
 
 
 class ProfilerTrace(Trace):
-    """Profiles all steps of the window, with the phases as ranges.
-
-    `profile_rank*.json.gz` opens in Perfetto (ui.perfetto.dev) or chrome://tracing; `operations_rank*.txt` is text.
-    """
+    """Profiles all steps of the window, for Perfetto (ui.perfetto.dev) or chrome://tracing, and as a table of text."""
 
     def __init__(self, moment: Moment, device: torch.device) -> None:
         super().__init__(moment)

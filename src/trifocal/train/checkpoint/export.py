@@ -57,10 +57,8 @@ def verify_weights(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_model_folder(folder: Path) -> Iterator[Path]:
-    """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
-
-    The place is in the folder itself, which may be a mount point, a link, or the working directory. Raises UserError,
-    with the name, if there is something in the folder, or a file cannot be written.
+    """A place for the files of a new folder; they move there when all are written, `config.json` last. It is in the
+    folder itself, which may be a mount point, a link, or the working directory.
     """
     absent = not folder.exists()
     if not absent and (not folder.is_dir() or any(folder.iterdir())):
@@ -82,9 +80,7 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
 
 
 def export_folder(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, sequence_length: int | None = None) -> None:
-    """Write a new folder that transformers reads; arguments as of `export_weights`, the folder and errors as of
-    `new_model_folder`.
-    """
+    """Write a new folder that transformers reads, as `export_weights` does into one that exists."""
     with new_model_folder(folder) as partial:
         settings = write_tokenizer(tokenizer, model.config.vocab_size, partial, sequence_length)
         save_weights(model, partial, **settings)
@@ -93,9 +89,8 @@ def export_folder(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, seque
 def write_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, folder: Path, sequence_length: int | None = None
 ) -> dict[str, Any]:
-    """Write a tokenizer, with a token for padding and the longest text, and its settings in `generation_config.json`.
-
-    Returns further keys of the model's `config.json`, for `save_weights`. Raises OSError if a file cannot be written.
+    """Write a tokenizer, with a token for padding and the longest text, and `generation_config.json`; returns further
+    keys of the model's `config.json`, for `save_weights`.
     """
     tokenizer.save(folder)
     generation, settings, of_tokenizer = dict(tokenizer.generation), dict[str, Any](), dict[str, Any]()

@@ -46,10 +46,8 @@ def delete_later_checkpoints(path: Path) -> None:
 
 
 def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer: bool = True) -> Path:
-    """The verified checkpoint to continue from: the newest, or that of this name, like `step_00000500`.
-
-    If it is damaged, the error names the newest intact one before it, with the `command` that resumes the run; no other
-    one is taken silently. Without `optimizer`, its tensors will not be read.
+    """The verified checkpoint of this name, like `step_00000500`, or the newest. If it is damaged, the error names the
+    newest intact one before it, with the `command` that resumes; no other one is taken silently.
     """
     path = _choose_checkpoint(root, name)
     try:

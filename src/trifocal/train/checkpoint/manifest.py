@@ -63,9 +63,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: Path, *, optimizer: bool = True) -> dict[str, Any]:
-    """Read the manifest of a checkpoint, and refuse a file that is missing, cut, changed or too many, by its name.
-
-    Without `optimizer`, the content of files that hold nothing else is not compared.
+    """The manifest of a checkpoint; a file that is missing, cut, changed or too many is refused by its name. Without
+    `optimizer`, the content of files that hold nothing else is not compared.
     """
     manifest = read_manifest(path)
     expected = manifest["files"]

@@ -54,9 +54,7 @@ class Pretrained:
         return read_model_config(self.path)
 
     def sequence_length(self) -> int | None:
-        """Tokens of a sequence in training; of a folder without its run, `max_position_embeddings`; None: not known.
-        UserError if a file cannot be read.
-        """
+        """Tokens of a sequence in training, or a folder's `max_position_embeddings`; None: not known."""
         if self.run is not None:
             return self.run.train.sequence_length
         return read_hf_settings(self.path).get("max_position_embeddings") if self._exported else None
@@ -66,10 +64,8 @@ class Pretrained:
         return weights_step(self.path) if self._exported else int(read_manifest(self.path)["step"])
 
     def dtype(self, device: torch.device) -> torch.dtype:
-        """Type of the products: bf16 if the model was trained in it, or its files have numbers of 16 bits. UserError if
-        a file cannot be read.
-
-        On a CPU without instructions for bf16 it is fp32: a prompt takes a quarter of the time there.
+        """Type of the products: bf16 if the model was trained in it, or its files have 16 bits; but fp32, four times as
+        fast with a prompt, on a CPU without instructions for bf16.
         """
         stored = read_json(self.path / MODEL_CONFIG_FILE) if self._exported else {}
         # The second is transformers' older name.
@@ -112,9 +108,7 @@ class Pretrained:
 
 
 def pretrained_path(text: str | os.PathLike[str], name: str) -> Path:
-    """The path of the trained model that the user means: `demo` is that of the package, unless a file has this name.
-    Errors as of `user_path`.
-    """
+    """The path of the trained model that the user means: `demo` is that of the package, unless a file has this name."""
     path = user_path(text, name)
     if os.fspath(text) != DEMO:
         return path
@@ -139,11 +133,8 @@ def load_model(folder: str | Path) -> DecoderLM:
 
 
 def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
-    """The settings that a run takes from the weights it begins with, by dotted key without `model.from`: the section
-    `model`, and the tokenizer if known and wanted.
-
-    The folder is one of weights, also of a dense model of Hugging Face, a run or a checkpoint. Raises UserError if
-    there is no model, or it is damaged.
+    """The settings that a run takes from the weights it begins with, by dotted key: the section `model` without
+    `model.from`, and the tokenizer if known and wanted.
     """
     found = open_pretrained(user_path(folder, "model.from"))
     config = found.config()
@@ -156,9 +147,7 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
 
 
 def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
-    """Copy the weights of a run, a checkpoint or a folder of weights into a model, in the model's type. UserError if
-    there are none, they are damaged, or of another model; names the differences.
-    """
+    """Copy trained weights into a model, in its type; UserError, with the differences, if they are of another model."""
     found = open_pretrained(user_path(folder, "model.from"))
     theirs, weights = found.config(), found.model().state_dict()
     mine = model.state_dict()
@@ -172,9 +161,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
 
 
 def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torch.device) -> DecoderLM:
-    """The model of `distill.from`, without gradients and in the types of its files. UserError if there is none, it is
-    damaged, or its vocabulary is another one, as far as that is known.
-    """
+    """The model of `distill.from`, without gradients, in its files' types; UserError if its vocabulary is another."""
     try:
         found = open_pretrained(user_path(folder, "distill.from"))
     except UserError as error:
@@ -198,10 +185,8 @@ def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torc
 
 
 def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
-    """Find a trained model.
-
-    The path is a checkpoint, a folder of weights, or a run: its weights, if they have its newest step, else its
-    newest checkpoint; or another one by name. Raises UserError if there is none, or it is damaged.
+    """Find a trained model: a checkpoint, a folder of weights, or of a run its weights, if they have its newest step,
+    else its newest checkpoint; or another one by name.
     """
     if (path / MODEL_CONFIG_FILE).is_file():
         if checkpoint:

@@ -16,9 +16,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of all generators, in JSON types: `python`, `numpy`, `torch` and `cuda` (one state a device; empty
-    without one).
-    """
+    """The state of all generators, in JSON types: `python`, `numpy`, `torch` and `cuda` (one state a device)."""
     version, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
     return {
@@ -30,11 +28,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put all generators back into a state from `random_state`; ValueError if it is none, other errors where it has
-    other types.
-
-    If the number of CUDA devices differs, the CUDA generators keep their state.
-    """
+    """Put all generators back into a state from `random_state`; those of CUDA only if there are as many devices."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     keys, position, has_gauss, cached = state["numpy"]

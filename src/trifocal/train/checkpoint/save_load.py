@@ -45,10 +45,8 @@ _FILE_BYTES = 2**30
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: bool = False) -> dict[str, Any]:
-    """Collect the state for a checkpoint, tensors under `model` and `optimizer`, of a sharded model this process's
-    shards; every process calls this.
-
-    With `copy`, all of it is copied into the host's memory, so that training may continue.
+    """The state for a checkpoint, under `model` and `optimizer`, of a sharded model this process's shards; every
+    process calls this. With `copy` it is in the host's memory, so that training may continue.
     """
     options = StateDictOptions(cpu_offload=copy)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
@@ -68,10 +66,8 @@ def write_checkpoint(
     process_state: dict[str, Any],
     processes: DistributedContext,
 ) -> Path:
-    """Write the checkpoint of a step into `root`; returns its folder, which appears only when all of it is on the disk.
-
-    Every process calls this, and it succeeds or fails in all: an OSError leaves nothing, and earlier checkpoints as
-    they were. The state is from `collect_state`; `process_state` is further state of this process, in JSON types.
+    """Write the state of `collect_state`, and this process's in JSON types, into a folder of `root` that appears only
+    when all of it is on the disk. Every process calls this; an OSError, in all of them, leaves nothing.
     """
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
@@ -121,11 +117,8 @@ def load_checkpoint(
     model_config: ModelConfig,
     processes: DistributedContext | None = None,
 ) -> dict[str, Any]:
-    """Load a verified checkpoint into a model and its optimizer, in every process its part; returns the process state
-    that was saved by this rank, or by another one where more processes load than saved.
-
-    The optimizer takes the moments and keeps its hyperparameters, which the configuration decides. UserError, with the
-    differences, if the checkpoint holds another model.
+    """Load a verified checkpoint into a model and its optimizer, which keeps its hyperparameters, in every process its
+    part; returns the process state that this rank saved, or another one where more processes load than saved.
     """
     _check_model(path, model_config)
     state = collect_state(model, optimizer)
@@ -136,11 +129,7 @@ def load_checkpoint(
 
 
 def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:
-    """Give a model, on any device, "meta" too, the weights of a verified checkpoint, on the CPU; its tensors are
-    replaced.
-
-    Raises UserError if the checkpoint holds another model, names the differences; or if it cannot be read.
-    """
+    """Give a model, "meta" too, the weights of a verified checkpoint, on the CPU, in place of its tensors."""
     _check_model(path, model_config)
     tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()}
     _read(_tensors({"model": tensors}), path / "weights")

@@ -16,10 +16,8 @@ from trifocal.train.run_folder import flush
 
 
 class TensorFileWriter(HuggingFaceStorageWriter):
-    """PyTorch's writer of safetensors files, but the library writes each tensor from its own memory, without the lock.
-
-    PyTorch's makes every file in memory first, and holds Python's lock (GIL) meanwhile: all other threads stand still.
-    It also waits for the work of a GPU. `file_numbers` gives the number of each tensor's file, from 1.
+    """PyTorch's writer of safetensors files, but the library writes each tensor from its own memory, without Python's
+    lock (GIL), where PyTorch's holds it and waits for a GPU. `file_numbers` are the tensors' files, from 1.
     """
 
     def __init__(self, folder: Path, file_numbers: dict[str, int], rank: int) -> None:

@@ -24,9 +24,7 @@ LONG_RUN_STEPS = 1000
 
 
 def choose_device(wanted: str | torch.device) -> torch.device:
-    """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda". UserError if it is another name, or
-    asks for a GPU and PyTorch sees none.
-    """
+    """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda"; UserError if there is none of it."""
     wanted = str(wanted)
     if wanted not in ("auto", "cpu", "cuda"):
         raise UserError(f'the device must be "auto", "cpu" or "cuda", got {wanted!r}')

@@ -11,9 +11,7 @@ from trifocal.fields import key_of
 
 
 def to_toml(config: Any, *, comments: bool = False) -> str:
-    """Write a nested dataclass as TOML that `from_table` reads back equal; with `comments`, the docstring of each field
-    above it.
-    """
+    """A nested dataclass as TOML for `from_table`; with `comments`, the docstring of each field above it."""
     lines: list[str] = []
     _write(config, "", lines, comments)
     return "\n".join(lines).lstrip("\n") + "\n"

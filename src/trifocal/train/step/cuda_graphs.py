@@ -32,9 +32,7 @@ class _Recording(NamedTuple):
 
 
 class MatrixCopies:
-    """bf16 copies of the trained matrices of linear maps, which keep their memory: `of` has the copy, a leaf of
-    autograd, by the matrix's id.
-    """
+    """bf16 copies of the trained matrices of linear maps, kept in place: leaves of autograd, by the matrix's id."""
 
     def __init__(self, model: nn.Module) -> None:
         # Not of adapters, which may compute with their matrices in another type.
@@ -64,10 +62,7 @@ class MatrixCopies:
 
 
 class GraphRecorder:
-    """Records work on a CUDA device; all recordings share one pool of memory.
-
-    `memory_bytes` is the memory of the recordings; the allocator does not count it as allocated.
-    """
+    """Records work on a CUDA device in one pool of `memory_bytes`, which the allocator does not count as allocated."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory_bytes = 0
@@ -85,10 +80,7 @@ class GraphRecorder:
         return result
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Record work without doing it: it has been done before, queues kernels and waits for none.
-
-        Returns a call that does the work, and the work's result, whose tensors every such call overwrites.
-        """
+        """Record work that waits for no kernel: a call that does it, and its result, which every call overwrites."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -153,9 +145,8 @@ class MicroBatchGraphs:
             self._copies.refresh()
 
     def add_gradients(self, batch: Batch, weight: float, documents: int = 0) -> Tensor:
-        """Add the gradient of `weight * loss` to those of the step; returns `weight * loss`, which the next micro-batch
-        of the same kind may overwrite. The batch is on the host; `documents`, see `model_inputs`, makes those of all
-        processes of one kind.
+        """Add the gradient of `weight * loss` of a host's batch; returns `weight * loss`, which the next one of its
+        kind may overwrite. `documents`, see `model_inputs`, makes those of all processes of one kind.
         """
         inputs = model_inputs(batch, pad_documents=True, documents=documents)
         rows = batch.rows.shape
@@ -214,9 +205,7 @@ class MicroBatchGraphs:
 def make_graphs(
     parallel: Parallel, model: nn.Module, config: TrainSection, device: torch.device, loss_function: LossFunction
 ) -> tuple[MicroBatchGraphs | None, str]:
-    """Make graphs if `train.cuda_graphs` is set, else None; and a sentence for the log if they are asked for and not
-    possible.
-    """
+    """Graphs if `train.cuda_graphs` is set, else None; and a sentence for the log if they are not possible."""
     if not config.cuda_graphs:
         return None, ""
     if device.type != "cuda":

@@ -19,10 +19,8 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
-    """Tokens and targets, and, where one lies inside a row, the checked boundaries of the documents; on the host.
-
-    `pad_documents` appends empty documents, up to a number that depends little on the batch, so that compiled code and
-    recorded graphs fit the next one too. There are at least `documents`; unless that is 0, plain rows are documents,
+    """Tokens, targets and, where one is inside a row, or `documents` is not 0, checked boundaries, on the host.
+    `pad_documents` appends empty ones up to that many and more, so that compiled code and graphs fit the next batch
     too.
     """
     num_tokens, row_length, cu_seqlens = batch.rows.numel(), batch.rows.shape[1], batch.cu_seqlens

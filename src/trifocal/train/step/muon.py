@@ -84,9 +84,8 @@ class MuonWithAdamW(torch.optim.AdamW):
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Newton–Schulz: matrices [n, rows, columns] with the same singular vectors, and singular values near `SCALE`.
-
-    No entry is far from 1 in size: fp16 has room for all, and rounds an eighth of what bf16 does.
+    """Newton–Schulz: matrices [n, rows, columns] with singular values near `SCALE`, in fp16, which has room for all
+    entries and rounds an eighth of what bf16 does.
     """
     tall = matrices.shape[1] > matrices.shape[2]
     norms = matrices.norm(dim=(1, 2), keepdim=True, dtype=torch.promote_types(torch.float32, dtype))

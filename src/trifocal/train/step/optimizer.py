@@ -17,10 +17,7 @@ from trifocal.train.step.muon import MuonWithAdamW
 
 
 class DeviceFlag:
-    """A boolean scalar that is being copied from the device to the host.
-
-    On a GPU the copy is asynchronous; `wait` waits only for it, not for work that was queued after it.
-    """
+    """A boolean scalar on its way to the host; `wait` waits only for it, not for work that was queued after it."""
 
     def __init__(self, value: Tensor) -> None:
         self._value = value
@@ -39,10 +36,8 @@ class DeviceFlag:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
-    """AdamW, fused, over what is trained: the matrices of linear maps decay; norms, biases and embeddings do not; an
-    index has its own rate. With the kind "muon", Muon trains the matrices of the layers, without those of gates and of
-    an index, and AdamW may have another rate. `set_learning_rate` is called before every step. Raises UserError if Muon
-    has no matrix.
+    """Fused AdamW over what is trained: only matrices of linear maps decay, and an index has its own rate. With "muon",
+    Muon trains the matrices of the layers but those of gates and an index. `set_learning_rate` comes before every step.
     """
     matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     index = index_parameters(model)
@@ -98,10 +93,7 @@ def set_learning_rate(optimizer: torch.optim.AdamW, learning_rate: float) -> Non
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of the whole gradient, fp32, on the device; NaN or infinite where any entry is.
-
-    Where parameters are sharded, every process gets the norm over all shards.
-    """
+    """The 2-norm of the whole gradient over all shards, fp32, on the device; NaN or infinite where any entry is."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     first = gradients[0] if gradients else None
     if not isinstance(first, DTensor):

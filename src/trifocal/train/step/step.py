@@ -56,11 +56,7 @@ def batch_loss(
     pad_documents: bool = False,
     documents: int = 0,
 ) -> Tensor:
-    """Mean loss over the valid targets of one micro-batch, which is on the host: a scalar, fp32.
-
-    Rows that hold document boundaries are passed as one row of packed documents; `pad_documents` and `documents` as in
-    `model_inputs`.
-    """
+    """Mean loss over the valid targets of a host's micro-batch; `pad_documents`, `documents` as of `model_inputs`."""
     inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
     return call_with(loss_function, [to_device(tensor, device) for tensor in inputs], batch.rows.shape)
 
