@@ -45,9 +45,7 @@ from trifocal.ops.decode.caches import Index, LearnedCompressor
 def tables_of_layers(
     config: ModelConfig, num_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> list[RotaryTables]:
-    """Rotary tables of all positions for each layer, without those of blocks; layers alike share them. Frequencies that
-    depend on the length are those of the longest sequence, `num_tokens`.
-    """
+    """Rotary tables of all positions for each layer, without those of blocks; layers alike share them."""
     exact, positions = torch.promote_types(dtype, torch.float32), torch.arange(num_tokens, device=device)
     scalings = [config.rope_scaling_of(layer) for layer in range(config.num_layers)]
     widths = [config.head_dim, INDEX_DIM] if config.has_index else [config.head_dim]

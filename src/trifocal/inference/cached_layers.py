@@ -136,9 +136,7 @@ def _added(
 
 
 def _prepared_linear(linears: list[nn.Linear], dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of maps that read the same input, one above the other; no bias where none has one. The last
-    `padding` outputs are zeros.
-    """
+    """Weights and biases, None where no map has one, of maps with the same input, then `padding` outputs of zeros."""
     joined = torch.cat([whole(linear.weight) for linear in linears])
     weight = copied(functional.pad(joined, (0, 0, 0, padding)), dtype)
     if all(linear.bias is None for linear in linears):

@@ -38,9 +38,7 @@ class LayerShapes(NamedTuple):
 
 
 class CacheBytes(NamedTuple):
-    """What caches weigh, all layers together: bytes of a page of `page_size` tokens, and of a row, which a sequence
-    takes once, whatever its length.
-    """
+    """Bytes of all layers' caches: of a page of `page_size` tokens, and of a row, which a sequence takes once."""
 
     page: int
     row: int
@@ -65,10 +63,7 @@ def decode_geometry(config: ModelConfig, max_length: int) -> Geometry:
 def layer_shapes(
     config: ModelConfig, kind: Attention, page_size: int, max_length: int, spare: int = MAX_NEW_TOKENS
 ) -> LayerShapes:
-    """The tensors of a layer, for sequences up to `max_length` tokens.
-
-    The rings hold `spare` tokens beyond what is read: as many new ones overwrite nothing that their queries see.
-    """
+    """The tensors of a layer. Rings hold `spare` tokens beyond what is read, so that as many new ones fit."""
     heads, dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
     if kind == "dense":
         return LayerShapes({"k": (heads, page_size, dim), "v": (heads, page_size, value_dim)}, {})
@@ -105,9 +100,7 @@ def layer_cache(tensors: dict[str, Tensor]) -> LayerCache:
 
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_size: int = 0) -> CacheBytes:
-    """What a page and a row weigh, for sequences up to `max_length` tokens; the caches of `PagedCache` are exactly this
-    many bytes. A `page_size` of 0 is the usual one.
-    """
+    """What a page and a row of `PagedCache` weigh, exactly; a `page_size` of 0 is the usual one."""
     page_size = page_size or page_size_of(config, PAGE_SIZE)
     shapes = [layer_shapes(config, kind, page_size, max_length) for kind in config.attention_of_layers]
 
@@ -128,10 +121,8 @@ class CachePlan(NamedTuple):
 def plan_cache(
     config: ModelConfig, dtype: torch.dtype, max_length: int, *, free_bytes: int, sequences: int
 ) -> CachePlan | None:
-    """The caches for `sequences` at a time, or for as many as fit into the free bytes; None if not even one of
-    `max_length` tokens fits.
-
-    As many are planned as get a page each: they share the pages, and the youngest leaves when these run out.
+    """The caches for as many of `sequences` at a time as get a page each: they share the pages, and the youngest leaves
+    when these run out. None if not even one of `max_length` tokens fits.
     """
     weight = cache_bytes(config, dtype, max_length)
     longest = -(-max_length // weight.page_size)
@@ -165,11 +156,7 @@ def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) 
 
 
 class PagedCache:
-    """The caches of all layers: `layers`, as `trifocal.ops` takes them.
-
-    There are `num_pages` pages of `page_size` tokens, and `num_rows` rows of the rings, one for each sequence at a
-    time, which has `max_length` tokens at most.
-    """
+    """The caches of all layers: `layers`, as `trifocal.ops` takes them, and one row of the rings for each sequence."""
 
     def __init__(
         self,
@@ -212,9 +199,7 @@ class PagedCache:
         _copy_within(self._rings, source, target)
 
     def to_host(self, pages: list[int], row: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies of a sequence's pages and of its row of the rings on the host, one for each tensor of the caches; what
-        is queued later may overwrite them here.
-        """
+        """Copies of a sequence's pages and rings on the host, which may be overwritten here by what is queued later."""
         index = torch.tensor(pages, dtype=torch.int64).to(self._device)
         return [self._send(x.index_select(0, index)) for x in self._pages], [self._send(x[row]) for x in self._rings]
 

@@ -78,10 +78,8 @@ class PageTable:
         return self._allocator.pages_of(self.length + num_new) - len(self.pages) + (shared is not None)
 
     def grow(self, num_new: int) -> list[tuple[int, int]]:
-        """Make room for new tokens; OutOfPages if too few pages are free, and then the table is as before.
-
-        Returns the pages to copy before the new tokens are written, as (from, to): the last page, if it has other
-        owners.
+        """Make room for new tokens; OutOfPages leaves the table as before. Returns the pages to copy before the tokens
+        are written, as (from, to): the last page, if it has other owners.
         """
         shared, copies = self.shared_page(num_new), []
         count = self._taken(num_new, shared)

@@ -42,10 +42,7 @@ class Chunk:
         return append_chunk(rows, self._place, first, zero=zero, stride=stride, backend=backend)
 
     def in_ring(self, x: Tensor, ring: Tensor, past: int, rotary: Rotary | None = None) -> NewRows:
-        """The chunk's rows of a ring [rows, G, R, *], which are read with the last `past` ones before them.
-
-        The ring gets them with `write_rings`.
-        """
+        """The chunk's rows of a ring [rows, G, R, *], read with `past` before them; `write_rings` writes them."""
         # Rings whose rows lie side by side in one memory are written together.
         width, offset = ring.stride(0), ring.storage_offset()
         key = ring.untyped_storage().data_ptr(), offset // width
@@ -113,9 +110,7 @@ def append_sparse_chunk(
     tables: RotaryTables,
     backend: str,
 ) -> tuple[Tensor, Seen, tuple[Tensor, Tensor] | None]:
-    """Append a chunk to a sparse layer's caches; rotated queries, what they see, and rotated queries of an index with
-    its keys of all tokens so far, or None.
-    """
+    """Append a chunk to a sparse layer's caches: rotated queries, what they see, and the index's, or None."""
     stride, rotary = geometry.compression_stride, tables.tokens
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
     past = min(chunk.first, geometry.window_size - 1)

@@ -24,9 +24,7 @@ DEFAULT_TEMPERATURE = 0.8
 def encode_prompts(
     prompts: Sequence[tuple[str, str]], tokenizer: Tokenizer, config: ModelConfig, *, chat: bool = False
 ) -> list[list[int]]:
-    """The tokens of prompts, each a name for messages and a text; with `chat` the text is a user's message. Raises
-    UserError if one makes no token, or one that the model does not know, or the tokenizer has no chat template.
-    """
+    """The tokens of prompts, each a name for messages and a text, with `chat` a user's message."""
     encoded = []
     for name, text in prompts:
         try:
@@ -53,11 +51,7 @@ def cache_for_prompts(
     max_sequences: int = 0,
     prefill_chunk_size: int = 0,
 ) -> CachedModel:
-    """A model with caches for prompts, each a name and tokens; see `make_cached_model`.
-
-    `max_sequences` are those at a time; 0: as memory allows, up to 256, on a CPU up to 16. Given a
-    `prefill_chunk_size`, several prompts share their beginnings.
-    """
+    """A model with caches for prompts, each a name and tokens; of `max_sequences` at a time, or 0: as memory allows."""
     name, prompt = max(prompts, key=lambda prompt: len(prompt[1]))
     length = len(prompt) + max_new_tokens
     most = max_sequences or max(MAX_SEQUENCES[device.type], samples)
@@ -94,11 +88,8 @@ def make_cached_model(
     spare_rows: int = 0,
     record_chunks: bool = False,
 ) -> CachedModel:
-    """A model with caches for `sequences` at a time, or for as many as fit; in `max_bytes`, unless one takes more. It
-    has up to `spare_rows`, in a quarter of that memory.
-
-    `model` makes the model, once it is known that the caches fit. UserError, of `what`, the longest sequence that would
-    fit and the remedy, if not one sequence fits, or not all samples of a prompt.
+    """A model, made once it is known that they fit, with caches for up to `sequences` at a time, in `max_bytes` unless
+    one takes more, and up to `spare_rows` in a quarter of that; UserError, with the remedy, if not even one fits.
     """
     with memory_errors(device):
         free, weight = memory_for_caches(config, dtype, device), cache_bytes(config, dtype, max_length)

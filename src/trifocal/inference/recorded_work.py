@@ -6,11 +6,8 @@ import torch
 
 
 class RecordedWork:
-    """Work by key as CUDA graphs, which share one pool of memory.
-
-    Work of one key starts the same kernels with the same tensors each time. The first time it runs unrecorded, which
-    compiles its kernels, the second time it is recorded. On a CPU it always runs unrecorded, and so does work of
-    further keys than `most`.
+    """Work by key as CUDA graphs in one pool of memory: the same kernels with the same tensors each time. The first run
+    of a key compiles, the second is recorded; on a CPU, and beyond `most` keys, nothing is.
     """
 
     def __init__(self, device: torch.device, most: int | None = None) -> None:

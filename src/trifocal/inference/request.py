@@ -18,9 +18,8 @@ MAX_LIKELIEST = 20
 
 
 def token_tensor(name: str, tokens: Any, pattern: str, vocab_size: int = 0) -> Tensor:
-    """Tokens as int64, on their device; ValueError if they are not whole numbers, none, of another shape than the
-    pattern, `"[T]"` or `"[B, T]"`, or outside of the vocabulary. A vocabulary of 0 is not checked, and tokens on a GPU
-    are not looked at.
+    """Tokens as int64, on their device; ValueError unless they are whole numbers of the pattern's shape, `"[T]"` or
+    `"[B, T]"`, and, if it is given and they are on the host, of the vocabulary.
     """
     if isinstance(tokens, Tensor):
         found = tokens

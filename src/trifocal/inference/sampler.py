@@ -262,10 +262,8 @@ def pick(weights: Tensor, u: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number from 0 to under 1 for each seed and position, [B], fp64.
-
-    Number `position` of the SplitMix64 generator that starts at the mixed seed: counters, no state.
-    Source: Steele, Lea, Flood, OOPSLA 2014.
+    """A number from 0 to under 1 for each seed and position, [B], fp64: number `position` of the SplitMix64 generator
+    that starts at the mixed seed. Source: Steele, Lea, Flood, OOPSLA 2014.
     """
     mixed = _mix(_mix(seed) + (position.long() + 1) * _signed(_GOLDEN))
     return _shift(mixed, 11).double() * 2.0**-53

@@ -78,10 +78,8 @@ class Scheduler:
         return not (self.waiting or self.swapped or self.prefilling or self.running)
 
     def enter(self) -> Iterator[tuple[RequestState, CachedSequence | None]]:
-        """Sequences to admit now, oldest first, each with a kept prefix of its prompt, if there is one.
-
-        Each leaves its queue when the next is asked for. It is admitted if its pages are free beside those of the
-        prompts that are prefilled, and one for every running sequence that needs more: else it would leave at once.
+        """Sequences to admit now, oldest first, each with a kept prefix of its prompt or None; each leaves its queue
+        when the next is asked for. Pages must be free beside those of the prompts and one for each running sequence.
         """
         while True:
             queue: list[RequestState] | deque[RequestState] = self.swapped or self.waiting
@@ -118,10 +116,7 @@ class Scheduler:
         return sum(state.cached.table.missing(state.prompt_left) for state in self.prefilling if state.cached)
 
     def next_prompt(self) -> RequestState | None:
-        """The prompt to prefill next: in turn the oldest and the one with the fewest tokens left.
-
-        So a short one passes a long one, and a long one still gets on.
-        """
+        """The prompt to prefill next: in turn the oldest and the one with the fewest tokens left."""
         if not self.prefilling:
             return None
         self._shortest_next = not self._shortest_next

@@ -29,10 +29,8 @@ MAX_DRAFTS = 4
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that are drawn, or will be: on their way to the host.
-
-    `values` are token and log-probability of each place, [places, 2], fp64; the likeliest tokens and theirs may follow.
-    `arrived` is recorded behind the copy; None on a CPU.
+    """Tokens on their way to the host: token and log-probability of each place, [places, 2], fp64, and maybe the
+    likeliest behind them. `arrived` is recorded behind the copy; None on a CPU.
     """
 
     values: Tensor
@@ -62,9 +60,7 @@ WHOLE_STEP = StepKind(takes_all=False, ends_block=True)
 
 
 class StepRunner:
-    """Runs decoding steps of a batch, recorded as CUDA graphs on a GPU: the first step of each batch size runs
-    unrecorded, which compiles its kernels, and so does the first that leaves something out; the second is recorded.
-    """
+    """Runs decoding steps of a batch, recorded as CUDA graphs on a GPU; the first step of each size runs unrecorded."""
 
     def __init__(self, model: CachedModel) -> None:
         self._model, self._device = model, model.device
@@ -108,10 +104,8 @@ class StepRunner:
     def place(
         self, sequence: CachedSequence, sampling: Sampling, tokens: Sequence[int], *, likeliest: bool = False
     ) -> int:
-        """Give a sequence a place; its next token is drawn from `draw_first`, or follows `tokens[-1]`.
-
-        Its caches hold all tokens but the last drawn one, if one was drawn. Only the last of its tokens is needed
-        without a repetition penalty. With `likeliest`, its likeliest tokens come beside each drawn one.
+        """Give a sequence a place; its next token is drawn from `draw_first`, or follows `tokens[-1]`. Its caches hold
+        all tokens but the last drawn one; only a repetition penalty needs more than the last one here.
         """
         place = min(self._free)
         pages = sequence.table.pages
@@ -182,11 +176,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def run_drafts(self, drafts: Mapping[int, Sequence[int]]) -> dict[int, list[tuple[int, TokenScore]]]:
-        """Draw what follows each token of a draft; the draft's later tokens count if they are what was drawn.
-
-        A draft is the last token of a sequence that has a place, up to `MAX_DRAFTS` of them, and a guess of those
-        behind it, together up to eight tokens, for which the caches have room. Returns token and score behind each
-        token of a draft; the caller says with `accept` how many count.
+        """Draw what follows each token of a draft: the last token of a sequence and a guess of those behind it, up to
+        eight. Returns tokens and scores by place; the caller says with `accept` how many count.
         """
         size, needs = self._size(max(drafts) + 1), self._needs_of(drafts)
         rows = [drafts.get(place, ()) for place in range(size)]

@@ -6,11 +6,8 @@ from trifocal.data import Tokenizer
 
 
 class TextStream:
-    """The text of tokens as they come, behind those `before`: what was added joins to the text of all.
-
-    A character may take several tokens, and the text of a token may depend on those before it. (After bytes that are
-    not UTF-8, a tokenizer with byte fallback would change characters that were returned already.) Text that may begin
-    a stop string is held back until it is known; once one has come, the stream has `stopped`, and no more text comes.
+    """The text of tokens as they come, behind those `before`, a character at a time; what may begin a stop string is
+    held back until it is known, and nothing comes once one has `stopped` it.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str] = ()) -> None:

@@ -60,10 +60,8 @@ class ChoiceSamples:
         local_tokens: TokenShard | None = None,
         draw: Callable[..., Sample] = sample_queries,
     ) -> "ChoiceSamples":
-        """Those of a step of Trifocal's trainer, whose queries do not depend on how the step is cut.
-
-        tokens are [B, T]; positions, of each token in its document, [T]; `local_tokens` are those of this process,
-        None for all. `draw` is `sample_queries`, or compiled from it.
+        """Those of a step of Trifocal's trainer, of tokens [B, T] and their positions [T]; they do not depend on how
+        the step is cut. `draw` is `sample_queries`, or compiled from it.
         """
         learning = _choosing(layers)
         geometry, row = next(iter(learning.values())).geometry, (teaching.row_length, teaching.stretch)
@@ -75,10 +73,7 @@ class ChoiceSamples:
 
     @classmethod
     def of_call(cls, layers: Sequence[nn.Module], x: Tensor, documents: Documents | None) -> "ChoiceSamples | None":
-        """Those of a call in another training loop, by PyTorch's generator; None if no layer learns its choice.
-
-        x are tokens, [B, T, ...]; where they are packed, the documents say how many and where they lie.
-        """
+        """Those of a call in another training loop, of x [B, T, ...], by PyTorch's generator; None if none learns."""
         learning = {number: layer for number, layer in _choosing(layers).items() if layer.learns_choice}
         if not learning:
             return None
@@ -129,10 +124,7 @@ def _of_chunk(sample: Sample, chunk: Chunk, length: int, stretch: int) -> Sample
 def eligible_queries(
     config: ModelConfig, tokens: Tensor, cu_seqlens: Tensor | None, step: int, stretch: int
 ) -> list[int]:
-    """Eligible sampled queries of each layer in a micro-batch of tokens [B, T], counted on the host.
-
-    `cu_seqlens` are boundaries of documents over the B * T tokens; of `stretch` tokens one query is sampled.
-    """
+    """Eligible sampled queries of each layer in tokens [B, T], with boundaries over all B * T, counted on the host."""
     row_length = tokens.shape[1]
     positions = torch.arange(row_length)
     if cu_seqlens is not None:

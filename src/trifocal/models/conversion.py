@@ -31,12 +31,9 @@ def converted_config(
     shared_kv: bool = False,
     chooser: Chooser = "compressed",
 ) -> ModelConfig:
-    """The configuration of a converted model; UserError if an option does not fit the dense model or the target.
-
-    In `"mix"` three layers of four get a sliding window, that of the geometry, and the fourth selects blocks; `"dense"`
-    leaves the model as it is. Layers of type `"window"` stay as they are, also where all are; `dense_layers` stay
-    dense. With `shared_kv`, for `"nsa"`, all branches share one projection of keys and values instead of a copy for
-    each. An index as chooser is new, and must be taught before it chooses well; where it begins: `convert_tensors`.
+    """The configuration of a converted model. In `"mix"` three layers of four get the geometry's window, and the fourth
+    selects blocks; window layers and `dense_layers` stay; with `shared_kv` the branches of `"nsa"` share one
+    projection.
     """
     kinds = config.attention_of_layers
     sparse = [index for index, kind in enumerate(kinds) if kind in ("nsa", "selected")]

@@ -288,9 +288,7 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
 
 
 def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
-    """The loss from the last layer's output: cross-entropy in fp32 at least, summed over the targets, divided by the
-    number that counts them all.
-    """
+    """The loss from the last layer's output: cross-entropy in fp32 at least, summed, divided by `counted` targets."""
     logits = nn.functional.linear(norm(x), output_weight)
     exact = torch.promote_types(logits.dtype, torch.float32)
     # Not `cross_entropy`: under autocast it would first make a full-precision copy of the logits.

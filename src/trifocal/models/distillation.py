@@ -38,10 +38,7 @@ def chunked_sums(
     trains_text: bool,
     sums: Callable[..., Tensor] = distillation_sums,
 ) -> Tensor:
-    """`distillation_sums` of chunks of the tokens one after the other, whose logits backward computes again.
-
-    So the memory does not grow with the number of tokens. `sums` is `distillation_sums`, or compiled from it.
-    """
+    """`distillation_sums` of a chunk of tokens after the other, made again in backward: in bounded memory."""
     # A power of two divides the usual lengths, so that all chunks are alike.
     rows = 1 << max(1, _LOGITS_AT_ONCE // weight.shape[0]).bit_length() - 1
     parts = zip(hidden.split(rows), frozen.split(rows), targets.split(rows), strict=True)

@@ -61,20 +61,13 @@ _NAMES_OF_NORMS_AFTER = {"attention_norm": "post_attention_layernorm", "mlp_norm
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether the folder's `config.json` has the `model_type` of a model that is not ours; UserError if it cannot be
-    read.
-    """
+    """Whether the folder's `config.json` has the `model_type` of a model that is not ours."""
     path = folder / CONFIG_FILE
     return path.exists() and read_json(path).get("model_type", MODEL_TYPE) != MODEL_TYPE
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Read a dense model: its configuration and its tensors, in their own types, under the names of `DecoderLM`.
-
-    The folder has `config.json`, and `model.safetensors` or the shards that `model.safetensors.index.json` names.
-    Raises UserError, with the name, for an unknown architecture or option and for a missing, broken or unfit file or
-    tensor.
-    """
+    """Read a dense model: its configuration and its tensors, in their own types, under the names of `DecoderLM`."""
     config = read_hf_config(folder)
     expected = model_of_folder(config, folder).state_dict()
     head = hf_name("head.weight")

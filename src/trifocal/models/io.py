@@ -137,9 +137,7 @@ def load_weights(folder: str | Path) -> DecoderLM:
 
 
 def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
-    """The model that the files of a folder are for, without weights; UserError if the files are missing, or have fewer
-    tensors than the model has layers, which may be a million.
-    """
+    """The model of a folder's files, without weights; UserError if these are fewer than its layers, maybe a million."""
     stored = len(shards_of(folder))
     if config.num_layers > stored:
         raise UserError(f"{folder}: got {stored} tensors, but {CONFIG_FILE} has {config.num_layers:,} layers")
@@ -164,9 +162,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def check_standard_names(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Raise UserError for a key under transformers' names that differs from the table of the model; the message names
-    both.
-    """
+    """Raise UserError for a key under transformers' names that differs from the table of the model."""
     for name, key in STANDARD_NAMES.items():
         if name in values and key in model and values[name] != model[key]:
             raise UserError(
@@ -210,11 +206,8 @@ def read_tensors(
     stored_name: Callable[[str], str],
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
-    """The tensors of `model.safetensors`, or of the shards that the index names, in their own types.
-
-    `expected` gives the shapes that they must have, `stored_name` a tensor's name in the files; names in the files for
-    which `is_ignored` holds need not be expected. Raises UserError, with the name, for a file or tensor that is
-    missing, unknown or broken, or does not fit.
+    """The tensors of `model.safetensors`, or of its shards, in their own types: with the shapes of `expected`, under
+    `stored_name` in the files, which have no others but those that `is_ignored`.
     """
     shards = shards_of(folder)
     names = {name: stored_name(name) for name in expected}

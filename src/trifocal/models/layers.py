@@ -95,11 +95,7 @@ def run_blocks(
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
-    """Wrap the forward of compiled and checkpointed blocks, instead of an earlier wrapping. Hooks, FSDP's among them,
-    stay outside of it.
-
-    `checkpointed_layers` compute their activations again in backward; `run` is `run_block`, or compiled from it.
-    """
+    """Wrap compiled and checkpointed blocks anew, inside of hooks; `run` is `run_block`, or compiled from it."""
     for index, block in enumerate(blocks):
         block.__dict__.pop("forward", None)
         checkpointed = index in checkpointed_layers
@@ -169,9 +165,7 @@ def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> Att
 
 
 def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: torch.Generator | None) -> None:
-    """Fill a tensor in place with the initial weights of `DecoderLM`'s parameter `name`; the rules are in
-    `DecoderLM.init_weights`. Without a generator it is PyTorch's global one.
-    """
+    """Fill a tensor in place with the initial weights of a parameter, by the rules in `DecoderLM.init_weights`."""
     if name.endswith("norm.weight"):
         weights.fill_(1.0)
     elif name.endswith(".bias"):

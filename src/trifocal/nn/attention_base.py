@@ -197,9 +197,8 @@ class AttentionBase(nn.Module):
     def _on_padded_rows(
         self, x: Tensor, key_padding_mask: Tensor, cu_seqlens: Tensor | Documents | None, **given: Any
     ) -> Tensor:
-        """The output for x [B, T, E] padded on the right, with zeros at padding; `given` as to `forward`.
-
-        No token sees one behind it. So it is enough that padding is finite, and that its outputs get no gradient.
+        """The output for x [B, T, E] padded on the right, zero at padding. No token sees one behind it: it is enough
+        that padding is finite and gets no gradient.
         """
         check_padding(x, key_padding_mask, cu_seqlens)
         padding = key_padding_mask[..., None]

@@ -129,10 +129,7 @@ class ChoosingAttention(AttentionBase):
     def _result(
         self, output: Tensor, choice_sample: ChoiceSample | None, drawn: ChoiceSample | None, *states: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's output, [B, T, E]; with a sample, and its figures; or with the loss of drawn queries attached.
-
-        `states` are the arguments of `_choice_loss` behind the sample.
-        """
+        """The output, [B, T, E], with the figures of a given sample, or with the loss of drawn queries attached."""
         if choice_sample is not None:
             return output, self._choice_loss(choice_sample, *states)
         return output if drawn is None else self._attach(output, self._choice_loss(drawn, *states), drawn)
@@ -164,11 +161,8 @@ class ChoosingAttention(AttentionBase):
         rotary: RotaryTables,
         local_tokens: TokenShard | None,
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
-        """What the branches and the chooser need of all tokens, in one exchange where processes share them.
-
-        Takes keys and values of the branches, each [B, T, G, *], and unrotated index heads or None; `local_tokens`
-        are those of this process, or None. Returns the keys and values of all tokens; and rotated index queries and the
-        index keys of all tokens, None without an index.
+        """Keys and values [B, S, G, *] of all tokens, from `local_tokens` where processes share them; and rotated index
+        queries with the index keys of all tokens, from unrotated `heads`, or None: in one exchange.
         """
         index = None
         if heads is not None:
@@ -187,11 +181,7 @@ class ChoosingAttention(AttentionBase):
 
     @torch.no_grad()
     def _chosen(self, q: Tensor, k: Tensor, index: tuple[Tensor, Tensor] | None, chunk: Chunk) -> Tensor | None:
-        """The choice, [B, T, G, N], of a chunk; None: by compressed keys.
-
-        q are the chunk's rotated queries, k the rotated keys of the selected branch up to its end; the index is that of
-        all chunks.
-        """
+        """The choice, [B, T, G, N], of a chunk's rotated q among rotated k up to its end; None: by compressed keys."""
         if self.watcher is not None:
             self.watcher(q, k)
         if index is not None:
@@ -210,9 +200,7 @@ class ChoosingAttention(AttentionBase):
         documents: Documents | None,
         local_tokens: TokenShard | None,
     ) -> Tensor:
-        """The loss of the layer's queries, whose gradient reaches the index only, and their recall, summed: [2]. Raises
-        ValueError if the layer has no index.
-        """
+        """The loss of the layer's queries, whose gradient reaches only the index, and their recall, summed: [2]."""
         if index is None:
             raise ValueError(f'a loss of the choice teaches an index, but the chooser is "{self.chooser}"')
         figures = []
@@ -304,10 +292,7 @@ def tokens_as_blocks(geometry: Geometry) -> Geometry:
 def choose_blocks(
     q: Tensor, k_cmp: Tensor, num_keys: int, geometry: Geometry, documents: Documents | None, backend: str
 ) -> Tensor:
-    """The choice, [B, T, G, N], of a layer whose compressed keys have no values; see `trifocal.ops.select_blocks`.
-
-    q [B, T, H, D], the last T positions of `num_keys`, and k_cmp [B, C, G, D] are rotated.
-    """
+    """The choice, [B, T, G, N], of rotated q [B, T, H, D] among rotated compressed keys without values [B, C, G, D]."""
     few = k_cmp[..., :VALUE_COLUMNS]
     _, lse = compressed_attention(q, k_cmp, few, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)
     return select_blocks(q, k_cmp, lse, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)

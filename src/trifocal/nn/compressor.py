@@ -94,11 +94,8 @@ Compressor = MeanCompressor | MLPCompressor
 def compress_keys_and_values(
     compressors: tuple[Compressor, Compressor], keys: Tensor, values: Tensor, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
-    """Compress unrotated keys [B, S, G, D] and values [B, S, G, V], each by its own φ, as `MeanCompressor.forward`
-    does.
-
-    In training, two learned ones of one width are a batch of two: their products are short, and two at a time take
-    hardly longer than one.
+    """Compress unrotated keys [B, S, G, D] and values [B, S, G, V], each by its own φ. In training, two learned ones of
+    one width are a batch of two, whose short products take hardly longer than one's.
     """
     learned = [phi for phi in compressors if isinstance(phi, MLPCompressor) and phi.is_plain]
     inputs = keys, values

@@ -48,9 +48,8 @@ class ContextShard:
 
 
 class Chunk(NamedTuple):
-    """Queries that lie one after the other, at `begin` to `end` among the T of a layer, and the keys up to their end.
-
-    `num_keys` are S, tokens up to the last of them; `documents` are those of these tokens, or None.
+    """Queries `begin` to `end` of a layer's T, which lie one after the other, and the keys up to their end: `num_keys`,
+    S, tokens of these documents, or None.
     """
 
     begin: int
@@ -73,9 +72,8 @@ class Chunk(NamedTuple):
 
 
 class TokenShard(NamedTuple):
-    """This process's tokens in one forward pass, the two chunks of a sequence of `num_tokens`.
-
-    `positions` [T] are those of the local tokens in their documents; `documents` are of all tokens, or None.
+    """This process's tokens in one forward pass, the two chunks of a sequence of `num_tokens`, with their positions [T]
+    in the documents, which are of all tokens, or None.
     """
 
     shard: ContextShard
@@ -86,9 +84,7 @@ class TokenShard(NamedTuple):
 
     @classmethod
     def of(cls, shard: ContextShard, tokens: Tensor, documents: Documents | None) -> "TokenShard":
-        """Local tokens, [B, T], of sequences with these documents of all S tokens; ValueError if they are not two equal
-        chunks.
-        """
+        """Local tokens, [B, T], two equal chunks of sequences with these documents of all S tokens."""
         if tokens.shape[1] % 2:
             raise ValueError(
                 f"a process that shares a sequence has two equal chunks of it, got {tokens.shape[1]} tokens; cut "
@@ -106,9 +102,7 @@ class TokenShard(NamedTuple):
         return cls(shard, num_tokens, local_positions, documents, chunks)
 
     def windows(self, xs: Sequence[Tensor], window_size: int) -> list[tuple[Chunk, list[Tensor]]]:
-        """For each chunk of the local tokens of xs, each [B, T, ...], the tokens that its windows reach, and the chunk
-        with its keys counted from the first of them.
-        """
+        """For each chunk of local xs [B, T, ...], the tokens that its windows reach, where it then counts its keys."""
         past = window_size - 1
         is_near = 0 < past <= self.num_tokens // self.shard.num_chunks
         # A window that is wider than a chunk would need several processes.

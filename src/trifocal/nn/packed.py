@@ -29,10 +29,7 @@ _SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.s
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Attend causally within each document: q [1, T, H, D], k [1, T, G, D], v [1, T, G, V] -> [1, T, H, V].
-
-    The documents' `max_length` bounds the work; without it the pack counts as one document.
-    """
+    """Attend causally within documents: q [1, T, H, D], k [1, T, G, D], v [1, T, G, V] -> [1, T, H, V]."""
     obstacle = flash_attention_obstacle(q.device.type, q.device.index, q.dtype, max(q.shape[3], v.shape[3]))
     if obstacle:
         count_choice("packed_attention", "rows", obstacle)
