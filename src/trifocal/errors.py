@@ -11,18 +11,11 @@ _FEW = 24
 
 
 class UserError(ValueError):
-    """Bad input from a command line, a config or a file.
-
-    The message is one clear line: the given value, the expected one, the remedy. The command line prints it
-    without a traceback and exits with status 2.
-    """
+    """Bad input: one clear line with the given value, the expected one and the remedy, printed without a traceback."""
 
 
 def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> UserError:
-    """The error for a name that does not exist, with the nearest valid one.
-
-    `what` is the kind of the name, such as "key" or "flag"; the message begins with `source`, the place of the name.
-    """
+    """The error for a name that does not exist, of a kind such as "key" in `source`, with the nearest valid one."""
     names = list(valid)
     name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…"
     if not names:
@@ -35,10 +28,7 @@ def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> Use
 
 
 def nearest(name: str, valid: Iterable[str], likeness: float = 0.0) -> str:
-    """The valid name that the user most likely meant; "" if there is none as alike as this, from 0 to 1.
-
-    Names may be dotted: one with the same last part wins over one that looks alike.
-    """
+    """The valid name most like this one, "" if none is as alike; of dotted names one with the same last part wins."""
     names = sorted(valid)
     leaf = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
@@ -54,9 +44,7 @@ def _likeness(name: str, candidate: str) -> float:
 
 
 def one_line(error: object, most: int = 300) -> str:
-    """The text of an exception, or a text, on one line of printable characters, cut to `most`; where there is none, the
-    exception's type, or quotes.
-    """
+    """A text, or an exception's, on one line of printable characters, cut to `most`; if empty, its type, or quotes."""
     text = " ".join(str(error).split()) or (repr(error) if isinstance(error, str) else type(error).__name__)
     text = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -73,11 +73,8 @@ def dotted_fields(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 def from_table(cls: type[T], table: Mapping[str, Any], source: str = "", *, section: str = "") -> T:
-    """Build a dataclass from a nested table of values, as TOML and JSON give them; missing keys take their defaults.
-
-    Fields may be dataclasses, or of the types of `checked`. Messages begin with the `source` of the values, such as the
-    name of a file, and call the dataclass by its `section`. Raises UserError if a key is unknown (names the nearest
-    valid one), missing, of the wrong type, or refused by the dataclass itself.
+    """Build a dataclass from a nested table, as TOML and JSON give it; missing keys take their defaults. Messages begin
+    with the `source` of the values, such as a file's name, and call the dataclass by its `section`.
     """
     prefix = f"{section}." if section else ""
     return _build(cls, table, f"{source}: " if source else "", prefix, dotted_fields(cls, prefix))
@@ -123,9 +120,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def element_of(kind: Any) -> Any:
-    """The type of a list's elements, for a field that is a list, or a value or a list, like `str | tuple[str, ...]`;
-    None for any other.
-    """
+    """The type of a list's elements, also of a value or a list, like `str | tuple[str, ...]`; None for any other."""
     for part in (kind, *typing.get_args(kind)):
         if typing.get_origin(part) is tuple:
             return typing.get_args(part)[0]
@@ -138,10 +133,8 @@ def number_of(kind: Any) -> Any:
 
 
 def checked(kind: Any, value: Any, name: str) -> Any:
-    """A value, converted to the type of its field: int, float, bool, str, a Literal of str, a number or a Literal of
-    str, or a tuple of these; or a value or a tuple of such, where a tuple of one value becomes the value.
-
-    Raises UserError if the value has another type, or cannot be written to a file and read again.
+    """A value, converted to the type of its field: int, float, bool, str, a Literal of str, a number or such a Literal,
+    or a tuple of these; of a value or a tuple, a tuple of one becomes the value. UserError if it has another type.
     """
     element = element_of(kind)
     if element is not None and isinstance(value, tuple | list):
@@ -176,9 +169,7 @@ def checked(kind: Any, value: Any, name: str) -> Any:
 
 
 def check_types(section: Any, name: str) -> None:
-    """Check the types of a dataclass's fields, as `checked` does, and store what it returns, also in a frozen one;
-    nested dataclasses check themselves.
-    """
+    """Check the types of a dataclass's fields as `checked` does, and store what it returns, also in a frozen one."""
     for key, kind in field_types(type(section)).items():
         attribute = attribute_of(key)
         value = getattr(section, attribute)
@@ -189,9 +180,7 @@ def check_types(section: Any, name: str) -> None:
 
 
 def check_at_least(section: object, name: str, **lowest: float) -> None:
-    """Raise UserError for a field that is below its lowest value: of the section of this name, or, where that is empty,
-    of a command's flags.
-    """
+    """Raise UserError for a field below its lowest value, of a section, or, where `name` is empty, of a command."""
     for field, least in lowest.items():
         value = getattr(section, field)
         if value < least:

@@ -18,9 +18,7 @@ _MAX_TOML_BYTES = 2**16
 
 
 def check_path_text(text: str, name: str = "the path") -> None:
-    """Refuse a path that cannot be opened, or cannot be written into messages and logs: UserError if it has a NUL
-    character, or is not UTF-8 text.
-    """
+    """Refuse a path that no file can have, or no message: with a NUL character, or not UTF-8 text."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -30,10 +28,7 @@ def check_path_text(text: str, name: str = "the path") -> None:
 
 
 def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
-    """The path that the user means, of something that is to be read or written now; see `expand_path`.
-
-    Raises UserError also if the system does not tell what is there, for example without permission.
-    """
+    """The path that the user means, see `expand_path`; UserError if the system does not tell whether it is there."""
     path = expand_path(text, name)
     # From Python 3.14 on, `exists`, `is_file` and `is_dir` say no in that case. The dot asks for access to a folder.
     try:
@@ -46,11 +41,7 @@ def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
 
 
 def expand_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
-    """The path that the user means: a leading `~` is a home folder. Nothing is looked up on the disk.
-
-    Raises UserError, with the name of the flag or key that gave it, if the path has a NUL character, is not UTF-8 text,
-    or begins with an unknown user.
-    """
+    """The path that the user means, `~` expanded, without a look at the disk; UserError, with `name`, if it is none."""
     if not isinstance(text, str | os.PathLike):
         raise UserError(f"{name} must be text or a pathlib.Path, got {type(text).__name__}")
     given = os.fspath(text)
@@ -78,12 +69,7 @@ def shell_path(path: str | os.PathLike[str]) -> str:
 
 
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file, or of one that a link leads to, that is read whole, such as a config or a
-    vocabulary.
-
-    A named pipe or a device is refused without waiting for it, and a file of any size costs at most `max_bytes` of
-    memory. Raises UserError, with the file's name, if it cannot be read, is no regular file, or is too large.
-    """
+    """The content of a regular file of at most `max_bytes`; a named pipe is refused without waiting for it."""
     file = Path(path)
     try:
         if not stat.S_ISREG(file.stat().st_mode):

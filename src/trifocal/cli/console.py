@@ -10,9 +10,7 @@ from trifocal.cli.output import printable
 
 
 class SafeConsole(Console):
-    """A rich console that passes every text through `printable`; colours and cursor movements are only rich's. Brackets
-    in a text, as a glob has them, are no markup, and words between colons no emoji.
-    """
+    """A rich console that passes every text through `printable`, without markup and emoji: only rich moves a cursor."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, **options)

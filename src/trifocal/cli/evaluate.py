@@ -186,10 +186,7 @@ def _progress() -> ReportProgress:
 
 
 def _tables(rows: Sequence[dict[str, Any]], console: Console) -> Iterator[Table]:
-    """A table of each task's figures; of needles, a row for each length and a column for each depth.
-
-    A table that the console is too narrow for is turned: a column for each row. Otherwise its figures would be cut off.
-    """
+    """A table of each task's figures, turned where the console is too narrow; of needles, a column for each depth."""
     for task, title in _TITLES.items():
         own = [row for row in rows if row["task"] == task and row["status"] == OK]
         if task == "needle":

@@ -24,10 +24,8 @@ class ModelArguments:
 
 
 def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
-    """Read the arguments of a command into its dataclass; `--help` prints every field and exits with status 0.
-
-    A field marked `tyro.conf.Positional` takes a word, or all of them if it is a tuple. Raises UserError if a flag is
-    unknown (names the nearest valid one), or an argument is missing, too many, or not valid.
+    """Read the arguments of a command into its dataclass; `--help` prints every field and exits with status 0. A field
+    marked `tyro.conf.Positional` takes a word, or all of them if it is a tuple.
     """
     kinds = dotted_fields(cls)
     positional = _positional(cls)
@@ -54,10 +52,7 @@ def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
 
 
 def show_help(cls: Any, *, prog: str, use_underscores: bool = False) -> NoReturn:
-    """Print the flags of a dataclass with their docstrings, and exit with status 0.
-
-    With `use_underscores` flags are written as the config's keys.
-    """
+    """Print the flags of a dataclass, or its keys, `use_underscores`, with their docstrings, and exit with status 0."""
     tyro.cli(cls, prog=prog, args=["--help"], use_underscores=use_underscores, config=(tyro.conf.FlagConversionOff,))
     raise AssertionError("the help exits")
 

@@ -27,9 +27,7 @@ _BEGIN = b'{"index": '
 
 
 class PromptLine(NamedTuple):
-    """One line of a file of prompts: its place, for messages, and all its keys, which go into the output too; `prompt`
-    is the text to continue.
-    """
+    """One line of a file of prompts: its place, for messages, and its keys; `prompt` is the text to continue."""
 
     name: str
     content: dict[str, Any]

@@ -52,9 +52,7 @@ def discard_lost_output() -> None:
 
 
 def check_output(path: str) -> None:
-    """See before any work that `write_file` can write there; its folder is made where it is missing. UserError if not;
-    an empty path is no file.
-    """
+    """See before any work that `write_file` can write there, and make its folder; an empty path is no file."""
     if not path:
         return
     with writing(path):
@@ -68,9 +66,7 @@ def check_output(path: str) -> None:
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a file that the user named, whole or not at all; UserError if it cannot be written, and an earlier file
-    stays.
-    """
+    """Write a file that the user named, whole or not at all."""
     with writing(path):
         write_output(user_path(path), text)
 
@@ -90,10 +86,7 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
 
 @contextmanager
 def unwinding_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the command as Ctrl-C does: by an exception, so that it leaves nothing behind.
-
-    A SIGHUP that is ignored stays so: `nohup` asks for that.
-    """
+    """Let SIGTERM and SIGHUP, unless `nohup` has it ignored, end the command as Ctrl-C does: by an exception."""
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -348,9 +348,7 @@ class _Work:
         self._train(self.trained, self._settings_of_all(length, self.index), self.options.steps)
 
     def _train(self, folder: Path, settings: dict[str, Any], steps: int) -> None:
-        """Train up to a step: from the newest checkpoint, or anew if there is none. A run that was stopped behind its
-        last step still writes its weights.
-        """
+        """Train up to a step, from the newest checkpoint, if any; also where only the last weights are missing."""
         done = _steps_done(folder)
         if done < steps or weights_step(folder / WEIGHTS) != done:
             if done:

@@ -65,10 +65,7 @@ def load_at_start() -> Load | None:
 
 
 class Threads:
-    """Follows the load with the number of threads, or takes one if `device` is not the CPU.
-
-    If `fixed`, a CPU's number is left as it is, for results that must not depend on the load.
-    """
+    """Follows the load with the number of threads; one beside a GPU. `fixed` keeps it: results may depend on it."""
 
     def __init__(self, device: "torch.device", *, fixed: bool = False) -> None:
         import torch
@@ -82,9 +79,7 @@ class Threads:
         self._free_looks, self._said = 0, False
 
     def look(self) -> str:
-        """Choose anew, once a second; the computing thread calls this between two pieces of work. Returns a sentence
-        when the number changes for the first time, else nothing.
-        """
+        """Choose anew, once a second, between two pieces of work; the first change returns a sentence, all else ""."""
         if self._before is None or time.monotonic() - self._before.clock < _SECONDS:
             return ""
         import torch

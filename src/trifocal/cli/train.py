@@ -118,9 +118,7 @@ def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> 
 
 
 def numbered(config: RunConfig) -> RunConfig:
-    """The config with the first number whose folder is free in place of `{n}` in `run.directory`. UserError under a
-    launcher: its processes, and its later starts, must know the folder.
-    """
+    """The config with the first number whose folder is free in place of `{n}` in `run.directory`."""
     name = config.run.directory
     if "{n}" not in name:
         return config

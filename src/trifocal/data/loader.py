@@ -308,9 +308,7 @@ class Loader:
 
 
 def _drawn(saved: Sequence[dict[str, Any]], found: Sequence[dict[str, Any] | None]) -> Drawn:
-    """The rows drawn of each source, from the states of all and of those that are read now; none, so that the shares
-    begin anew, if one that was drawn is not.
-    """
+    """Rows drawn of each source that is read now; none, so that shares begin anew, if one that was drawn is not."""
     if any(state["weight"] and not any(state is own for own in found) for state in saved):
         return Drawn()
     states: list[dict[str, Any]] = [{"weight": 0.0, "rows": 0} if state is None else state for state in found]
@@ -361,11 +359,8 @@ def read_validation(
     vocab_size: int,
     local_tokens: Callable[[Tensor], Tensor] | None = None,
 ) -> list[Batch]:
-    """Read rows of the validation split, the same ones for any seed, shuffling and batch size of the training.
-    UserError if it is empty, or cannot be read.
-
-    The batches of several sources follow one another, `sequences` rows of each: those that it has without the others. A
-    batch has the largest number of rows up to `at_once` that divides `sequences`.
+    """Rows of the validation split, the same for any seed, shuffling and batch size of the training: `sequences` of
+    each source, one source after the other, in batches of the largest size up to `at_once` that divides them.
     """
     size = next(size for size in range(min(sequences, at_once), 0, -1) if sequences % size == 0)
     order = DataConfig(

@@ -62,11 +62,8 @@ class SourceDraw:
 
 
 def next_source(weights: Sequence[float], rows: Sequence[int]) -> int:
-    """The source of the next row, after this many rows of each.
-
-    Of the sources that are below their share with this row, it is the one whose next row is due first: the quota method
-    of Balinski and Young, which keeps each count between both neighbours of its share. The largest deficit would not
-    with many sources.
+    """The source of the next row, after this many rows of each: of those below their share with it, the one whose next
+    row is due first. This quota method of Balinski and Young keeps each count within a row of its share.
     """
     exact = [Fraction(weight) for weight in weights]
     share = (sum(rows) + 1) / sum(exact)

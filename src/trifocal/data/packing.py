@@ -17,9 +17,7 @@ IGNORED = -100
 
 class Row(NamedTuple):
     """One row of a stream: tokens and targets, [T] int32, and the documents with the index of their first token in it.
-
-    A target is the next token of the same document, -100 at its last; of a chat, -100 for all but answers. The epoch
-    are complete passes over the source before the row's first token.
+    Targets are -100 at a document's last token, and of a chat but for answers; epochs count from the first token.
     """
 
     tokens: NDArray[np.int32]
@@ -129,9 +127,7 @@ class ShuffledStream:
         return {"block": self._block, "row": self._used, "start": self._start}
 
     def next_row(self) -> Row:
-        """The next row. Its epoch is that of the unshuffled row in its place, so epochs never decrease. Raises
-        UserError if the split is empty or a document cannot be read.
-        """
+        """The next row, with the epoch of the unshuffled row in its place: epochs never decrease."""
         size = self._block_rows
         if not self._left:
             self._begin_block()

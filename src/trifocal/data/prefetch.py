@@ -39,10 +39,7 @@ class Activity:
 
 
 class Prefetcher(Generic[Item]):
-    """Calls a function again and again in a thread and hands out its results in order; at most `depth` are kept ready.
-    `on_stall` gets the seconds of a wait so far, and the thread's activity; `interrupted` says whether to wait no
-    longer.
-    """
+    """Calls a function again and again in a thread and hands out its results in order; at most `depth` are ready."""
 
     def __init__(
         self,
@@ -63,9 +60,7 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def get(self) -> Item:
-        """The next item. UserError if the thread raised one, or no item came within the limit; RuntimeError for any
-        other exception of the thread; Stopped if the wait was interrupted.
-        """
+        """The next item, or the thread's error; Stopped if the wait was interrupted."""
         if self._failure is None:
             item = self._wait()
             if not isinstance(item, BaseException):
@@ -77,11 +72,7 @@ class Prefetcher(Generic[Item]):
         raise RuntimeError(f"the data thread failed: {type(error).__name__}: {error}") from error
 
     def close(self, timeout_seconds: float = math.inf) -> None:
-        """End the thread.
-
-        A thread that waits for a silent server is left behind after `timeout_seconds`: it makes no further item, and
-        ends with its last request.
-        """
+        """End the thread; after `timeout_seconds` one that waits for a silent server is left to end by itself."""
         self._activity.stop.set()
         begin = time.monotonic()
         while self._thread.is_alive() and time.monotonic() - begin < timeout_seconds:

@@ -28,9 +28,7 @@ _COMMIT = re.compile("@[0-9a-f]{40}$")
 
 class SourceReader:
     """One source of a loader: its streams of rows, and the settings that decide them, for which a position is valid.
-
-    `config` names only this source. `name`, `fingerprint`, and `config` with the hub's branch replaced by its commit,
-    as of `Loader`; `epoch` is that of the last batch.
+    Attributes are as of `Loader`, for this source; `epoch` is that of the last batch.
     """
 
     def __init__(
@@ -135,9 +133,7 @@ class SourceReader:
 
 
 def make_source(config: DataConfig, activity: Activity, split: str, bad: BadDocuments) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names, except the synthetic ones, for `train` or `validation`; and the
-    config with the hub's branch replaced by its present commit. UserError if its data are missing or empty.
-    """
+    """Open the documents of a config, and return it too, with the hub's branch replaced by its present commit."""
     kind, path, field = config.parsed
     if kind == "builtin":
         return BuiltinSource(include_site_packages=config.include_site_packages, bad=bad), config

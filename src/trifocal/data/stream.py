@@ -60,10 +60,7 @@ class TokenDocument(NamedTuple):
 
 
 def random_words(count: int, purpose: str, *key: int) -> NDArray[np.uint64]:
-    """Random 64-bit words that depend only on the purpose and the key, on every machine and numpy version.
-
-    NumPy promises a stable stream for bare bit generators, not for the methods of `Generator`.
-    """
+    """Random 64-bit words of a purpose and a key, everywhere the same: NumPy promises that of bare bit generators."""
     digest = hashlib.blake2b(repr((purpose, key)).encode(), digest_size=16).digest()
     return np.random.PCG64(int.from_bytes(digest, "big")).random_raw(count)
 
@@ -120,9 +117,7 @@ class DocumentStream:
         self._document_part = part // self._shard_parts
 
     def read(self, start: Position) -> Iterator[TokenDocument]:
-        """The documents from a position on, without end. Texts without tokens are left out. UserError if a whole epoch
-        has no document of this split; for one of several parts, many epochs.
-        """
+        """The documents from a position on, without end; UserError if the split has none in a whole epoch."""
         epoch, first_shard, cursor, index = start.epoch, start.shard, start.block, start.index
         num_shards = len(self._source.shards)
         empty_epochs = 0

@@ -53,10 +53,7 @@ class ChatTokens(NamedTuple):
 
 
 class ByteTokenizer:
-    """Token `i` is byte `i` of the UTF-8 text; 256 is the separator, whose name `<|endoftext|>` prompts may have.
-
-    Attributes and methods as of `HuggingFaceTokenizer`; UserError if `generation` names ends that are no tokens.
-    """
+    """Token `i` is byte `i` of the UTF-8 text, 256 the separator `<|endoftext|>`; else as `HuggingFaceTokenizer`."""
 
     name = "bytes"
     vocab_size = 257
@@ -174,9 +171,7 @@ class HuggingFaceTokenizer:
         return self._encode_texts([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The tokens of each document, computed on several cores: as `encode`, behind the tokens with which prompts
-        begin; none of an empty one.
-        """
+        """The tokens of each document, on several cores, behind those that begin prompts; none of an empty one."""
         before = np.array(self._before, dtype=np.int32)
         return [np.concatenate((before, array)) if len(array) else array for array in self._encode_texts(texts)]
 
@@ -190,9 +185,7 @@ class HuggingFaceTokenizer:
         return [array[array != self.separator] for array in arrays]
 
     def encode_chat(self, messages: Chat) -> ChatTokens:
-        """The tokens of a chat, by the tokenizer's template, with the template's special tokens. UserError if there is
-        no template, BadChat if it refuses the chat.
-        """
+        """The tokens of a chat, by the tokenizer's template; BadChat if it refuses the chat."""
         text, parts = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
         encoding = self._encode_whole(text, add_special_tokens=False)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -203,9 +196,7 @@ class HuggingFaceTokenizer:
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
 
     def encode_prompt(self, prompt: str | Chat) -> NDArray[np.int32]:
-        """The tokens of a text as transformers gives them, with the special tokens around it and those that it names;
-        or of a chat, with the beginning of its next answer, [n]; raises as `encode_chat`.
-        """
+        """The tokens of a text as transformers gives them, with special ones around; or of a chat up to its answer."""
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else render_prompt(*self._template_of(prompt))
         return np.asarray(self._encode_whole(text, add_special_tokens=is_text).ids, dtype=np.int32)
@@ -235,9 +226,7 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def token_text(self, token: int, *, begins: bool = False) -> str:
-        """The text that a token adds behind others, or begins a text with; the name of a special one. A part of a
-        character has U+FFFD in it.
-        """
+        """The text that a token adds, or begins a text with; a special one's name; U+FFFD for a part of a character."""
         if token in self._special:
             return str(self._tokenizer.id_to_token(token) or "")
         if begins:
@@ -253,9 +242,7 @@ class HuggingFaceTokenizer:
         return next((token for token in ordinary if self.decode([token]).isalnum()), 0)
 
     def count_bytes(self, ids: Any) -> int:
-        """UTF-8 bytes of the text of tokens, without separators: the divisor of bits per byte; exact for byte-level
-        and byte-fallback vocabularies.
-        """
+        """UTF-8 bytes of the tokens' text without separators, exact for byte-level and byte-fallback vocabularies."""
         array = np.asarray(ids).reshape(-1)
         return int(self._bytes_of_token[array[array >= 0]].sum())
 

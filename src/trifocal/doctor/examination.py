@@ -14,9 +14,7 @@ from trifocal.train.config.sections import RunConfig
 
 @dataclass(frozen=True)
 class Examination:
-    """Findings about the machine, and the needs of the configurations that were asked for: if one cannot run, something
-    is broken.
-    """
+    """Findings about the machine, and the needs of configurations: if one cannot run, something is broken."""
 
     findings: tuple[Finding, ...]
     needs: tuple[Need, ...]
@@ -78,9 +76,7 @@ def _size(number: int) -> str:
 def examine(
     configs: Mapping[str, RunConfig], run_directory: Path, *, on_start: Callable[[str], None] = lambda what: None
 ) -> Examination:
-    """Examine the machine, where runs would be written, and configurations by name. `on_start` gets the name of each
-    part as it begins.
-    """
+    """Examine the machine, where runs would be written, and configurations by name; `on_start` gets parts' names."""
     on_start("software and hardware")
     findings = [machine.check_software(), *machine.check_gpus(), machine.check_cpu(), machine.check_compiler()]
     on_start("a kernel")

@@ -25,9 +25,7 @@ Status = Literal["ok", "note", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about a part of this machine: "broken" stops training, "note" costs speed or a feature. The remedy is a
-    command, or flags.
-    """
+    """A finding about this machine: "broken" stops training, "note" costs speed or a feature; the remedy, a command."""
 
     name: str
     status: Status

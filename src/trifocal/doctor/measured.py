@@ -65,10 +65,7 @@ class _DoesNotFit(Exception):
 
 
 def need_of(name: str, config: RunConfig) -> Need:
-    """Count the parameters of a configuration, and take two of its steps on the device that it asks for.
-
-    Where the config's data cannot be read, the steps take random tokens, and `data` and `problem` say so.
-    """
+    """Count a configuration's parameters, and take two steps on its device: of random tokens if its data fail."""
     need = Need(name=name, parameters=parameter_count(config.model), state_bytes=0, disk_bytes=0)
     try:
         need = replace(need, state_bytes=sum(state_bytes(config)), disk_bytes=disk_bytes(config))
@@ -96,10 +93,7 @@ def need_of(name: str, config: RunConfig) -> Need:
 
 
 def _measured(need: Need, config: RunConfig) -> Need:
-    """Train until some steps have ended, in their own processes: the system ends those that take too much memory.
-
-    The trainer is the real one, in a temporary folder beside the run's, without anything between the steps.
-    """
+    """Take steps with the real trainer in a temporary folder, in processes that the system may end for their memory."""
     train = config.train
     # A third micro-batch takes no more memory than the second. Two steps, or one more where code is compiled or
     # recorded; the last one is timed.
@@ -143,9 +137,7 @@ def _measured(need: Need, config: RunConfig) -> Need:
 
 
 def _processes(config: RunConfig, device: torch.device) -> int:
-    """Processes that would share the work here: one a GPU, as far as rows and batch can be shared out; on a CPU, those
-    of a row. Fewer than those of a row cannot be started.
-    """
+    """Processes that would share the work here, as rows and batch allow: one a GPU, and at least those of a row."""
     context = config.parallel.context
     count = torch.cuda.device_count() if device.type == "cuda" else context
     groups = config.parallel.groups(count)

@@ -30,9 +30,7 @@ _SHORTEST, _LONGEST = 1 << 10, 1 << 15
 
 
 class Part(NamedTuple):
-    """Documents of one kind: the package's file as the registry has it, their paths in it, where `*` stands for any
-    characters, slashes too, and the SHA-256 of those that `choose` takes.
-    """
+    """Documents of one kind: a package's file, patterns of paths in it, and the SHA-256 of what `choose` takes."""
 
     name: str
     archive: str
@@ -61,9 +59,7 @@ reads, has none of these texts.
 
 
 def read_grade_set(folder: str) -> dict[str, list[str]]:
-    """The documents of each part, from a folder with the packages as downloaded; UserError if one is missing, damaged,
-    or of another version.
-    """
+    """The documents of each part, from a folder with the packages as downloaded."""
     place = user_path(folder, "--grade-set")
     command = f"{INSTALL} {shell_path(place)}"
     found = {}
@@ -125,11 +121,9 @@ def _files(path: Path, pattern: str) -> Iterator[bytes]:
 def measure_grade(
     subject: Subject, documents: Mapping[str, list[str]], length: int, on_share: Callable[[float], None]
 ) -> Iterator[dict[str, Any]]:
-    """Bits for each byte of the UTF-8 text: a row of the task `grade` for each part, then one with the mean of them.
-
-    A document is read in windows of `length` tokens, each `stride`, half of that, after the one before. Each token but
-    the first of a document counts once, with the longest past that a window gives it: at least half a window, as far as
-    the document has it. The bytes are those of these tokens. `on_share` gets the share of the tokens that were read.
+    """Bits for each byte of the UTF-8 text: a row of the task `grade` for each part, then one with their mean. Each
+    token but a document's first counts once, with at least half a window of `length` tokens before it, if it has as
+    many.
     """
     stride, at_once = max(1, length // 2), subject.rows_at_once(length)
     windows: dict[str, list[tuple[Ids, Ids]]] = {}

@@ -30,10 +30,8 @@ def layers_by_harm(
     device: torch.device,
     say: Callable[[str], None],
 ) -> dict[int, float]:
-    """The divergence (KL) of a dense model from itself with one layer converted, by layer, in nats a token.
-
-    The layer chooses its blocks by its own attention, the best choice there is. `data` are settings of `DataConfig`;
-    `say` takes a line for each layer. UserError if the model or the data cannot be read.
+    """The divergence (KL) of a dense model from itself with one layer converted, by layer, in nats a token. The layer
+    chooses its blocks by its own attention, the best choice there is.
     """
     found = open_pretrained(folder)
     dense, tokenizer = found.model().to(device).eval(), found.tokenizer()

@@ -65,9 +65,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Sizes):
-    """Tasks of an evaluation, some of `TASKS`, with their sizes, of which `sequence_length` is known; and the documents
-    of the grade by part, as `read_grade_set` gives them.
-    """
+    """Possible tasks of an evaluation, with their sizes; and the documents of the grade by part."""
 
     tasks: tuple[str, ...]
     grade: Mapping[str, list[str]] = field(default_factory=dict)
@@ -107,10 +105,8 @@ def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str
 
 
 def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterator[dict[str, Any]]:
-    """Measure all that was planned, of tasks that are possible; yields rows of figures, each with `task`, `length` and
-    `status`: "ok", or why a length was not measured.
-
-    Raises UserError if data are missing or too short, FloatingPointError if the model's output is not finite.
+    """Measure all that was planned: rows of figures with `task`, `length` and `status`, "ok" or why it was not
+    measured. FloatingPointError if the model's output is not finite.
     """
     left = TimeLeft(planned_tokens(subject, plan))
     for length in plan.needle_lengths() if "ruler" in plan.tasks else ():
@@ -157,10 +153,7 @@ def _evaluate_source(
 
 
 class TimeLeft:
-    """The time left of all tokens, by those so far; longer sequences, which take longer a token, come last.
-
-    The clock gives seconds since any moment; for tests.
-    """
+    """The time left of all tokens, by those so far; longer sequences, which take longer a token, come last."""
 
     def __init__(self, tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._tokens, self._done = tokens, 0

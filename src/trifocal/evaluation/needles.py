@@ -25,10 +25,8 @@ _SPLIT = 2
 
 
 class Haystacks:
-    """Prompts of any length and depth, for a subject whose data are the task `needle`, or text.
-
-    In text the needle is the sentence "The pass key of NAME is NUMBER." in validation documents laid end to end. The
-    question is its beginning, the answer its end: a model of text can answer by copying, without instructions.
+    """Prompts of any length and depth, of the task `needle` or of validation documents with sentences "The pass key of
+    NAME is NUMBER." among them: any model of text can answer by copying.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -39,9 +37,7 @@ class Haystacks:
         self.needles = task_size(self._data.parsed, 0) if self.is_task else 1
 
     def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
-        """For each depth, from 0 to 1, the prompts of all samples, of `length` tokens at most; a sample has the same
-        haystack at every depth. TooShort if needles and questions do not fit, UserError without validation text.
-        """
+        """For each depth, from 0 to 1, all samples' prompts, of up to `length` tokens, with the same haystacks."""
         if self.is_task:
             if length < 12 * self.needles:
                 raise TooShort(
@@ -104,10 +100,8 @@ class Haystacks:
 
 
 def measure_needles(subject: Subject, length: int, depths: Sequence[float], samples: int) -> Iterator[dict[str, Any]]:
-    """The share of needles that are found, a row of the task `needle` for each depth, as it is measured.
-
-    An answer counts if each of its tokens is the likeliest, given those before it: greedy generation then gives it. A
-    haystack has `length` tokens with the question; the rest as in `Haystacks.prompts`.
+    """The share of needles that are found, a row of the task `needle` for each depth. An answer counts if each token is
+    the likeliest, given those before it: greedy generation then gives it.
     """
     haystacks = Haystacks(subject)
     for depth, prompts in haystacks.prompts(length, depths, samples):

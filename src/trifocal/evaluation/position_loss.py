@@ -83,11 +83,8 @@ def _losses(log_p: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[[int], None]) -> list[dict[str, Any]]:
-    """The loss of a model on batches, in all and by position; `on_batch` gets the number of batches that are done.
-
-    A row of the task `loss`, then one of `position` for each bucket that has targets: positions from `first` up to, not
-    including, `end`, counted from the beginning of the document, or of the sequence that continues it. Beside another
-    model, each row has its loss, the divergence from it and the share of equal likeliest tokens too.
+    """The loss of a model on batches: a row of the task `loss`, then one of `position` for each bucket with targets,
+    `first` <= position < `end`, counted from the document's beginning. `on_batch` gets the number that are done.
     """
     length = batches[0].tokens.shape[1]
     edges = position_edges(length)

@@ -15,11 +15,8 @@ _FIRST_DISTANCE = 64
 
 
 def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> Iterator[dict[str, Any]]:
-    """The share of queries that are answered with their value, for a subject whose data are the task `recall`.
-
-    A sample is a row of `length` tokens with `pairs` pairs and queries. Yields a row of the task `recall`, then one of
-    `recall_distance` for each distance between a query and its pair: from `first` tokens up to, not including, `end`.
-    Raises UserError if a row cannot hold the pairs, or there are too few keys.
+    """The share of queries that are answered with their value: a row of the task `recall`, then one of
+    `recall_distance` for each distance between query and pair, `first` <= tokens < `end`.
     """
     assert subject.data is not None
     vocab_size = subject.model.config.vocab_size

@@ -17,11 +17,7 @@ def to_json(head: Row, rows: Sequence[Row]) -> str:
 
 
 def write_evaluation(folder: Path, head: Row, rows: Sequence[Row]) -> Path:
-    """Write an evaluation into the folder of its run, or add it to an earlier one of the same step: the file.
-
-    A task is measured for one source and one length at a time, recall for one number of pairs, RULER for one name: rows
-    of the earlier one that were not measured again stay.
-    """
+    """Write an evaluation into its run's folder; rows of an earlier one of the same step stay unless measured again."""
     path = folder / "evaluation" / (f"step_{head['step']:08d}.json" if head["step"] is not None else "weights.json")
 
     def measured(row: Row) -> tuple[Any, ...]:

@@ -48,9 +48,7 @@ Sample = dict[str, Any]
 
 
 class RulerTask(NamedTuple):
-    """A task: makes samples from a tokenizer, a length and a number, as lm-eval does; its new tokens; the packages that
-    it needs; and what lies between prompt and answer where there is no chat.
-    """
+    """A task: makes samples from a tokenizer, a length and a number, as lm-eval does; its new tokens, and packages."""
 
     make: Callable[[Count, int, int], list[Sample]]
     new_tokens: int
@@ -139,9 +137,7 @@ RULER_TASKS: dict[RulerName, RulerTask] = {
 
 
 def possible_tasks(wanted: Sequence[RulerName]) -> list[RulerName]:
-    """The wanted tasks, or all whose packages are installed. UserError, with the command, if one that is wanted cannot
-    be made here, or none can.
-    """
+    """The wanted tasks, or all whose packages are installed; UserError if a wanted one cannot be made, or none can."""
     needs = {name: ("lm_eval", "transformers", *task.needs) for name, task in RULER_TASKS.items()}
     missing = {name: [package for package in needs[name] if find_spec(package) is None] for name in needs}
     possible = [name for name in RULER_TASKS if not missing[name]]
@@ -168,9 +164,7 @@ def _seeded_and_quiet() -> Iterator[None]:
 def make_samples(
     subject: Subject, name: RulerName, length: int, samples: int, *, chat: bool = False
 ) -> list[tuple[Sample, list[int]]]:
-    """Samples that fill a length with their answers, and their tokens up to where the model continues; with `chat` the
-    prompt is a user's message, and the answer is begun. TooShort if not even the smallest fits.
-    """
+    """Samples that fill a length with their answers, and their tokens up to the answer; TooShort if none fits."""
     task, tokenizer = RULER_TASKS[name], subject.tokenizer
 
     def encode(prompt: str, prefix: str = "") -> list[int]:

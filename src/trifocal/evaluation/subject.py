@@ -46,10 +46,8 @@ class Subject:
         return max(1, _TOKENS_AT_ONCE[self.device.type] // length)
 
     def lacks_memory(self, length: int) -> str:
-        """Why a sequence does not fit in memory; empty if nothing is known against it.
-
-        The reference backend keeps two numbers for each head and each pair of tokens. A host may promise such memory
-        and then kill the process, so it is refused before.
+        """Why a sequence does not fit; empty if nothing is known. The reference keeps two numbers a head and pair of
+        tokens, and a host may promise such memory and then kill the process.
         """
         config = self.model.config
         if set(config.attention_of_layers) == {"dense"}:
@@ -68,9 +66,7 @@ class Subject:
 
     @torch.no_grad()
     def score_answers(self, rows: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]) -> tuple[Tensor, Tensor]:
-        """Whether each valid target is the likeliest token behind rows of one document each, tokens and targets [T],
-        -100 elsewhere; and its loss in nats. All on the host, row after row.
-        """
+        """Whether each valid target is the likeliest token, and its loss in nats, row after row of one document."""
         at_once = self.rows_at_once(max(len(tokens) for tokens, _ in rows))
         scored = [self._score(*stack_rows(rows[first : first + at_once])) for first in range(0, len(rows), at_once)]
         return torch.cat([right for right, _ in scored]), torch.cat([losses for _, losses in scored])

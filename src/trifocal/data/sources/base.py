@@ -56,12 +56,8 @@ def no_field(field: str, names: Collection[str]) -> str:
 
 
 class BadDocuments:
-    """Stops at documents without readable text, or skips and counts them, by the action `stop` or `skip`; `builtin`
-    always skips, as its files come with Python.
-
-    A document is bad if its text is missing, no string, no UTF-8, or no JSON, and a chat if its messages are broken or
-    the template refuses them. An empty text is left out. `skipped` has a hash of each document, so that each counts
-    once; `first` is the message about the first bad one.
+    """Stops at documents without readable text, or chats that are broken or refused, or skips them, by the action.
+    `skipped` has a hash of each, so that each counts once; `first` is the first one's message.
     """
 
     def __init__(self, action: str = "stop") -> None:
@@ -70,9 +66,7 @@ class BadDocuments:
         self.first = ""
 
     def found(self, message: str) -> None:
-        """Handle a bad document, which the message names with its fault: skip it, or raise UserError if the action is
-        `stop`.
-        """
+        """Skip a bad document, which the message names with its fault, or raise UserError if the action is `stop`."""
         if self._action == "stop":
             raise UserError(f'{message}; data.on_bad_document "skip" leaves such documents out and counts them')
         self.skip(message)
@@ -84,10 +78,7 @@ class BadDocuments:
 
 
 class Source(Protocol):
-    """Documents in shards, each shard readable from any cursor that it gave out.
-
-    The same shard and cursor always give the same documents: exact resume depends on it.
-    """
+    """Documents in shards. From the same cursor a shard always gives the same documents: exact resume depends on it."""
 
     name: str
     """The source in messages."""
@@ -105,9 +96,7 @@ class Source(Protocol):
     """The rule for bad documents, and their count."""
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """Read each document of the shard with this index in `shards`, and the cursor after it, from a cursor that the
-        shard gave out, or from the start.
-        """
+        """Each document of a shard with the cursor after it, from a cursor that the shard gave out, or the start."""
 
 
 def fingerprint(*parts: object) -> str:

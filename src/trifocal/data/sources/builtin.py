@@ -16,11 +16,7 @@ _SKIPPED = {"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-
 
 
 class BuiltinSource:
-    """Every `.py` file of the standard library outside its test suites, and if asked of the installed packages. A file
-    is a document.
-
-    `bad` counts the files that are not UTF-8. Raises UserError if this Python has no readable standard library.
-    """
+    """Every `.py` file of the standard library outside its tests, and if asked of the installed packages."""
 
     def __init__(self, *, include_site_packages: bool = False, bad: BadDocuments | None = None) -> None:
         paths = sysconfig.get_paths()

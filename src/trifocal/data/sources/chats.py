@@ -39,10 +39,7 @@ def read_chat(messages: Any) -> Chat:
 
 
 def read_messages(messages: Any) -> Chat:
-    """A chat from the value of a record's field, a list of objects with `role` and `content`; BadChat if it is none.
-
-    Keys whose value is null are left out: parquet gives each message the keys of all.
-    """
+    """A chat from a list of objects with `role` and `content`, without nulls: parquet gives each message all keys."""
     if not isinstance(messages, list) or not messages:
         got = type(messages).__name__ if messages != [] else "an empty one"
         raise BadChat(f"expected a list of messages, got {got}")
@@ -97,12 +94,8 @@ def _render(
 def render_chat(
     template: str, messages: Chat, special_tokens: Mapping[str, str], name: str
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Write a chat by a template in Jinja, which knows `special_tokens` by name: the text, with the first character and
-    the end of each answer in it; BadChat if the template refuses the chat.
-
-    Answers are the parts that the template marks with `{% generation %}`. Without these marks, an answer is the
-    difference between the chat that ends with it and the chat before it with the assistant's prompt; BadChat if the
-    template writes earlier messages anew where later ones follow.
+    """The text of a chat by a Jinja template, with the first character and the end of each answer in it. Answers are
+    what the template marks with `{% generation %}`, or else what each adds to the chat before it.
     """
     render = functools.partial(_render, template, special_tokens=special_tokens, name=name)
     if _MARKED.search(template):

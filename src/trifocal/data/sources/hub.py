@@ -18,12 +18,8 @@ _FILE_OF_HUB = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/
 
 
 def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDocuments) -> tuple[Source, str]:
-    """The parquet files of a data set's configuration and split, as one source; and their commit, or for a local folder
-    the config's revision.
-
-    `datasets` lists the files and pins the revision. Only the field's column is read, a row group at a time, so that a
-    resumed run starts at its position. Without a split for validation, both read the one for training. UserError if
-    there is no such data set, configuration or split, or the hub does not answer.
+    """The parquet files of a data set's configuration and split as one source, and their commit, or for a local folder
+    the config's revision. `datasets` lists the files; without a split for validation, both read that for training.
     """
     _, path, field = config.parsed
     # Settings of one source, as `DataConfig.parts` has them.

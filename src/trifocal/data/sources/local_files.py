@@ -27,11 +27,8 @@ class Files(dict[str, Path]):
 
 
 def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False) -> Files:
-    """The files of a path, by names relative to its folder, so that moved data keep theirs; sorted.
-
-    The path is a file; a folder, searched at every depth and through links, without hidden names, for files with one of
-    the suffixes, if `compressed` also followed by .gz; or a glob, `**` for any depth. UserError, with the
-    whole `source`, if there is no such file, or one cannot be read.
+    """The regular files of a path, a folder at any depth, or a glob, sorted, by names relative to their folder, so that
+    moved data keep theirs. In a folder, those with a suffix, if `compressed` also followed by .gz.
     """
     start, left_out = user_path(path, "data.source"), ""
     if start.is_file():
@@ -95,9 +92,7 @@ def _files_under(source: str, start: Path) -> list[Path]:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file's content, decompressed if its suffix is that of a compressed file; UserError if it is compressed in
-    another way.
-    """
+    """A file's content, unpacked if its name ends in .gz."""
     suffix = path.suffix.lower()
     if suffix in OTHER_COMPRESSED:
         raise UserError(f"{path}: {suffix} files are not read; unpack it, or compress it as .gz")

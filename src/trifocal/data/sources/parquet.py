@@ -17,11 +17,8 @@ _BYTES_DECODED = 1 << 27
 
 
 class ParquetSource:
-    """A column of texts or chats; a file is a shard, a row a document. A file that cannot be read stops the run.
-
-    `files` gives path or address of each file by its name. `bad` is the rule for rows without text; `held_out` is that
-    of `Document` for all rows. Raises UserError if pyarrow is missing, or the first file is local and no parquet file
-    with that column.
+    """A column of texts or chats; a file is a shard, a row a document. `files` gives path or address by name;
+    `held_out` is that of `Document` for all rows.
     """
 
     def __init__(
@@ -57,11 +54,7 @@ class ParquetSource:
         return cls(name, found, field, fingerprint("parquet", sizes(found), field), bad)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a row group and a row in it.
-
-        Raises UserError if the file is not parquet or damaged, lacks the field, or a row is bad and stops the run; if
-        it is on a server that continues to fail.
-        """
+        """The documents of a file; a cursor is a row group and a row in it."""
         first_group, first_row = cursor or (0, 0)
         parquet, counts = self._open(shard)
         with parquet:

@@ -29,9 +29,7 @@ _FEWEST_PAIRS = 4
 
 
 class SyntheticStream:
-    """Endless rows, each made by `make_row` only from its number: no text, no end. A position is the number of the next
-    row.
-    """
+    """Endless rows, each made only from its number; a position is the number of the next row."""
 
     def __init__(self, make_row: Callable[[int], Row]) -> None:
         self._make_row = make_row
@@ -53,11 +51,7 @@ class SyntheticStream:
 
 
 def synthetic_stream(config: DataConfig, vocab_size: int, sequence_length: int, *, validation: bool) -> SyntheticStream:
-    """The rows of a synthetic source: `synthetic`, `recall`, `recall:PAIRS`, `needle` or `needle:COUNT`, in tokens from
-    `[0, vocab_size)`.
-
-    Raises UserError if the rows or the vocabulary are too small for the task; names what fits.
-    """
+    """The rows of a synthetic source, in tokens from `[0, vocab_size)`; UserError if they are too few for the task."""
     kind, count = config.parsed.kind, task_size(config.parsed, sequence_length)
     most = 1
     if kind == "recall":
@@ -91,10 +85,7 @@ def synthetic_stream(config: DataConfig, vocab_size: int, sequence_length: int, 
 
 
 def task_size(source: SourceName, sequence_length: int) -> int:
-    """Pairs of a `recall` source, needles of a `needle` source, 0 for others.
-
-    The source's path is the number. Without one, `recall` has a pair for 8 tokens of a row, `needle` one needle.
-    """
+    """Pairs of a `recall` source, needles of a `needle` source, 0 for others."""
     kind, number, _ = source
     if kind == "recall":
         return int(number) if number else max(1, sequence_length // _PAIRS_PER_TOKEN)
@@ -102,9 +93,7 @@ def task_size(source: SourceName, sequence_length: int) -> int:
 
 
 def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
-    """Refuse pairs that a row cannot hold, or for which there are too few keys: UserError, which names the largest
-    number that fits.
-    """
+    """Refuse pairs that a row cannot hold, or for which there are too few keys."""
     most = min((sequence_length + 1) // 4, vocab_size // 2)
     if pairs > most:
         raise UserError(
@@ -116,9 +105,8 @@ def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
 def _documents(
     length: int, most: int, make: Callable[[int, int], tuple[Tokens, Tokens]], key: tuple[int, ...], name: str
 ) -> Row:
-    """A row of `length` tokens, of one document, or two, or four, … up to `most`, each number as often; lengths vary by
-    up to a half. So a task is learned on many short documents first. `make` gives tokens and targets of a document from
-    its first token and its end.
+    """A row of one document, or two, or four, … up to `most`, each number as often, so that a task is learned on many
+    short ones first; lengths vary by up to a half. `make` gives tokens and targets from first token to end.
     """
     most = max(1, most)
     first, *others = (int(word) for word in random_words(most, "document lengths", *key))

@@ -64,9 +64,7 @@ class TextSource:
         self.fingerprint = fingerprint("text", found, document_bytes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a byte offset into its (uncompressed) content. UserError, which names
-        the file and the offset, if it is damaged, or is not UTF-8 and `bad` stops.
-        """
+        """The documents of a file; a cursor is a byte offset into its (uncompressed) content."""
         path = self._files[self.shards[shard]]
         (offset,) = cursor or (0,)
         limit = self._document_bytes
@@ -121,11 +119,8 @@ def _character_start(data: bytes, end: int) -> int:
 
 
 class JsonlSource:
-    """JSON lines: each line is an object, and a document. A byte order mark may begin the file.
-
-    The field is the object's key for the text, or for the list of messages of a chat. One with dots, such as `a.text`,
-    is the key of that name, or else the key `text` of the object at `a`. The path is a file, a folder (its `.jsonl`
-    files, also compressed as .gz) or a glob; UserError if there is no such file.
+    """JSON lines, a document each. The field is the key of the text, or of a chat's messages; one with dots, such as
+    `a.text`, is the key of that name, or else `text` of the object at `a`.
     """
 
     def __init__(self, path: str, field: str, *, bad: BadDocuments | None = None) -> None:
@@ -137,9 +132,7 @@ class JsonlSource:
         self.fingerprint = fingerprint("jsonl", sizes(self._files), field)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a byte offset into its (uncompressed) content, and the lines before it.
-        UserError, which names file and line, if the file is damaged, or a line is bad and `bad` stops.
-        """
+        """The documents of a file; a cursor is a byte offset into its (uncompressed) content, and the lines before."""
         name = self.shards[shard]
         path = self._files[name]
         offset, number = cursor or (0, 0)
