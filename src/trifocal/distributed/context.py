@@ -87,10 +87,8 @@ def _(xs: list[Tensor], group: str, size: int) -> list[Tensor]:
 
 @torch.library.custom_op("trifocal::gather_halo", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def gather_halo(xs: list[Tensor], past: int, group: str, rank: int, size: int) -> list[Tensor]:
-    """The `past` tokens in front of both local chunks, each [B, T, ...] -> [B, H, ...]; none of the first chunk.
-
-    Those in front of the early chunk come from the process before, which wants those at the end of the late one; and
-    the other way round from the process behind, or in the last process from itself.
+    """The `past` tokens in front of both local chunks, each [B, T, ...] -> [B, H, ...]; none of the first chunk. They
+    come from the ends of the late and early chunks of the processes before and behind.
     """
     splits = _halo_splits(past, rank, size)
 
@@ -169,9 +167,7 @@ gather_halo.register_autograd(_scatter_halo, setup_context=_keep)
 
 
 def make_context_shard(processes: DistributedContext, size: int) -> ContextShard:
-    """This process among the `size` neighbours, a divisor of their number, that share each sequence; all processes of
-    the run call this.
-    """
+    """This process among `size` neighbours that share each sequence; all processes of the run call this."""
     # A mesh would split the NCCL communicator, and PyTorch then warns about the options that Gloo does not know.
     name = dist.new_subgroups(size)[0].group_name
     rank = processes.rank % size

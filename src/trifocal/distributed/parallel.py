@@ -39,9 +39,7 @@ _SHARE_FOR_MODEL = 0.6
 
 
 def choose_mode(wanted: str, processes: DistributedContext, config: ModelConfig) -> tuple[Mode, str]:
-    """The parallel mode, by the model's size if "auto" is wanted, and a sentence with the reason for the log, which may
-    be empty. UserError if several processes were started with "none".
-    """
+    """The parallel mode, by the model's size if "auto" is wanted, and a sentence for the log, which may be empty."""
     size = processes.size
     if size == 1:
         asked = wanted not in ("auto", "none")
@@ -66,10 +64,8 @@ is called at the end of the exchange (on a GPU, when the end is queued)."""
 
 
 class GradientWatch:
-    """Keeps, on the device, the largest absolute entry of the gradients that this process sends.
-
-    After the exchange all processes have the NaN of one, so each checks what it sends. It costs one reduction over each
-    buffer that is sent; the host does not wait. The `observer`, if any, is called at every exchange.
+    """Keeps, on the device, the largest absolute entry of the gradients that this process sends: behind the exchange
+    all have the NaN of one. The `observer`, if any, is called at every exchange.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,9 +86,8 @@ class GradientWatch:
         return bool(torch.isfinite(self._largest))
 
     def watch_ddp(self, module: DistributedDataParallel, *, one_by_one: bool = False) -> None:
-        """Check every bucket before DDP averages it. `one_by_one` sends each gradient by itself: the rounding of a sum
-        over three or more processes depends on the place in the buffer, and DDP rebuilds its buckets after its first
-        step.
+        """Check every bucket before DDP averages it; `one_by_one` sends each gradient by itself, as rounding depends on
+        the place in a bucket, and DDP rebuilds these after its first step.
         """
 
         def average(_state: None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -111,10 +106,8 @@ class GradientWatch:
         module.register_comm_hook(None, average)
 
     def watch_fsdp(self, module: nn.Module) -> None:
-        """Check the gradients of every sharded module before they are reduced and scattered. UserError if this PyTorch
-        has no such collectives where they were.
-
-        With one shard a replica there is no reduce-scatter, and nothing is checked.
+        """Check the gradients of every sharded module before they are reduced and scattered, which with one shard a
+        replica does not happen.
         """
         if DefaultAllGather is object:
             raise UserError(
@@ -173,10 +166,7 @@ class _AllGather(DefaultAllGather):
 
 
 class FlatGradients:
-    """The gradients of a replicated model, in one tensor; the caller fills `views`, the gradient of each parameter.
-
-    DDP exchanges gradients from hooks, which a recorded graph does not run; so all are exchanged after backward.
-    """
+    """The gradients of a replicated model, one tensor with `views` to fill: a recorded graph runs no hooks of DDP."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         trained = list(parameters)
@@ -193,10 +183,8 @@ class FlatGradients:
 
 
 class Parallel:
-    """A model as its `size` processes train it, made by `parallelize`: `module` is what a training step calls.
-
-    `watch` checks this process's gradients before they are summed with the others'; None for one process. Under ddp
-    with `exchange_after`, the gradients are in `flat_gradients`.
+    """A model as its `size` processes train it: `module` is what a training step calls. `watch` checks this process's
+    gradients, None for one process; with `exchange_after` they are in `flat_gradients`.
     """
 
     def __init__(
@@ -222,10 +210,7 @@ class Parallel:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch: only the last one of a step exchanges gradients.
-
-        Earlier ones accumulate locally; under fsdp each process then keeps a whole gradient.
-        """
+        """Around forward and backward: only the last micro-batch exchanges gradients, and others add up locally."""
         exchanges = last or self.mode != "ddp" or self._learning
         with nullcontext() if exchanges else self.module.no_sync():  # type: ignore[operator]
             if self.mode in ("fsdp", "hsdp"):
@@ -334,10 +319,7 @@ def _mesh(processes: DistributedContext, mode: Mode, shards: int) -> DeviceMesh:
 
 
 def gather_full_model(model: DecoderLM, processes: DistributedContext) -> DecoderLM | None:
-    """The model itself with whole parameters, in rank 0; None elsewhere.
-
-    Every process must call this with a sharded model.
-    """
+    """The model itself with whole parameters, in rank 0; None elsewhere. All processes call this."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return model if processes.is_rank0 else None
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

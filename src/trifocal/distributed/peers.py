@@ -78,9 +78,7 @@ class PeerMonitor:
         self._thread = threading.Thread(target=self._run, name="trifocal-peers", daemon=True)
 
     def explain(self) -> PeerLost | None:
-        """Name the process at fault for a failed collective: wait until one is known to be lost. Returns the error to
-        raise in place of the library's, which is long; None if no other process is lost.
-        """
+        """The error to raise for a failed collective, once a process is known to be lost; None if no other one is."""
         if self._processes.size == 1:
             return None
         self._explaining.set()
@@ -151,10 +149,7 @@ class PeerMonitor:
                 self._seen[rank] = _Seen(note, now, existed=seen is not None and seen.existed)
 
     def _gone(self) -> str | None:
-        """Find a process of this machine that has ended without a last note; of several, the one found first.
-
-        Others may end because of it, without a note where they wait in a collective.
-        """
+        """A process of this machine, the first found, that ended without a last note: others may end because of it."""
         host = socket.gethostname()
         for rank, seen in sorted(self._seen.items(), key=lambda item: (item[0] != self._first_gone, item[0])):
             if seen.note["status"] == "running" and seen.note["host"] == host:

@@ -27,10 +27,8 @@ _RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class DistributedContext:
-    """This process, number `rank` of `size`, among those of the run, of which this machine has `local_size`.
-
-    `restarted` says whether the launcher has started the run again, by any of its machines; the `store` is for notes to
-    each other, None for a single process; the `group` is that of the collectives, None for the default one.
+    """This process, number `rank` of `size`, among those of the run, of which this machine has `local_size`; a single
+    one has no `store` for notes. `restarted` says whether the launcher has started any of them again.
     """
 
     rank: int = 0
@@ -53,10 +51,7 @@ class DistributedContext:
     def async_all_reduce(
         self, values: Sequence[float], operation: Literal["sum", "max"] = "sum"
     ) -> Callable[[], list[float]]:
-        """Begin to reduce the values over all processes; the function that is returned waits for the result.
-
-        The exchange continues while this process does other work.
-        """
+        """Begin to reduce values over all processes; the function that is returned waits for the result."""
         if self.size == 1:
             return lambda: list(values)
         reduced = torch.tensor(values, dtype=torch.float64)
@@ -83,8 +78,7 @@ class DistributedContext:
 
     def run_on_all(self, action: Callable[[], T]) -> T:
         """Call a function in every process, and return this one's result; if it raises in any, it raises in all: the
-        UserError or OSError of the lowest rank, which is named, and RuntimeError for any other exception of another
-        process.
+        UserError or OSError of the lowest rank, which is named, else RuntimeError.
         """
         if self.size == 1:
             return action()
@@ -119,10 +113,8 @@ class DistributedContext:
 
 
 def hard_exit(status: int) -> NoReturn:
-    """End this process without the clean-up of gloo and NCCL.
-
-    They would wait for a lost process; and after a finished run, one of their threads that still runs while the
-    interpreter shuts down can abort the process, which `torchrun` would take for a failure.
+    """End this process without the clean-up of gloo and NCCL, which would wait for a lost process, or abort this one
+    while the interpreter shuts down.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
@@ -131,9 +123,7 @@ def hard_exit(status: int) -> NoReturn:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """The rank of this process and the number of processes, by the launcher's variables; 0 and 1 without a launcher.
-    UserError if the variables are incomplete or contradict each other.
-    """
+    """Rank and number of processes by the launcher's variables; 0 and 1 without a launcher."""
     size, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     if not 0 <= rank < size:
         named = ", ".join(f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE"))
@@ -174,10 +164,7 @@ def _common_store(timeout: timedelta) -> Any:
 
 @contextmanager
 def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -> Iterator[DistributedContext]:
-    """Join the processes that torchrun started, or a single one, on a kind of device: each takes its own GPU. UserError
-    if the launcher's variables are incomplete, the machine has fewer GPUs than processes, the processes' devices are
-    not of one kind, or they cannot reach each other.
-    """
+    """Join the processes that torchrun started, or a single one, on a kind of device: each takes its own GPU."""
     timeout = timedelta(seconds=timeout_seconds)
     rank, size = rank_and_size()
     # Each machine counts its own failures: one that is started again because of another counts none.

@@ -15,10 +15,8 @@ from trifocal.errors import UserError
 
 
 def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
-    """Make a store for processes of this machine, and the environment variables that give each its rank.
-
-    The caller keeps the store, as torchrun does: a free port that was only looked up could be taken before rank 0
-    opens it.
+    """A store for processes of this machine, and the variables that give each its rank. The caller keeps the store: a
+    free port that was only looked up could be taken before rank 0 opens it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -30,10 +28,8 @@ def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
 def rendezvous(
     store: dist.Store, rank: int, size: int, *, device: str, restarts: int = 0, timeout_seconds: float
 ) -> tuple[str, list[str], bool]:
-    """Wait until all processes of this start have arrived.
-
-    Returns a new name for this start, the same in all; the host of each rank; and whether any machine has started its
-    processes again. Kinds of device that differ are refused in every process, as NCCL and gloo cannot be mixed.
+    """Wait for all processes of this start, on one kind of device: a new name for it, the same in all; the host of each
+    rank; and whether any machine has started its processes again.
     """
     store = dist.PrefixStore("trifocal", store)
     name = mine = uuid.uuid4().hex
