@@ -58,9 +58,7 @@ class ConvertArguments:
 
 
 def run(args: Sequence[str], *, advise: bool = True) -> int:
-    """Convert, and say what to do next unless told not to; nothing is written if the source cannot be converted, or OUT
-    is not empty.
-    """
+    """Convert, and say what to do next unless told not to; nothing is written if the source cannot be converted."""
     options: ConvertArguments = parse_arguments(ConvertArguments, args, prog="trifocal convert")
     source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
     check_source(source)
@@ -99,9 +97,7 @@ def check_source(source: Path) -> None:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF that a path means: itself, or the only one in a folder without `config.json`; None: it means another
-    model. UserError if there are several.
-    """
+    """The GGUF that a path means: itself, or the only one in a folder without `config.json`; None: another model."""
     if path.is_file() and path.suffix == ".gguf":
         return path
     if not path.is_dir() or (path / CONFIG_FILE).exists():

@@ -17,9 +17,7 @@ from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 
 
 class NewTokens:
-    """The new tokens of a batch, the same for every layer: `counts` of each row behind `lengths` earlier ones, in
-    `num_pages` pages a row.
-    """
+    """A batch's new tokens: `counts` of each row behind `lengths` earlier ones, in `num_pages` pages a row."""
 
     def __init__(
         self, lengths: list[int], counts: list[int], num_pages: int, page_size: int, device: torch.device

@@ -52,9 +52,7 @@ class TrifocalLayer(DynamicLayer):
         self.is_initialized = False
 
     def reserve(self, config: ModelConfig, kind: Attention, num_pages: int, page_size: int, like: Tensor) -> LayerCache:
-        """The cache for the operators of `trifocal.ops`, with room for this many pages a row; what it holds stays.
-        `like` gives type and device.
-        """
+        """The cache for `trifocal.ops`, with room for this many pages a row, of the type and device of `like`."""
         shapes, rows = layer_shapes(config, kind, page_size, LARGEST_SIZE, SLACK), len(self.columns)
         if not torch.is_inference_mode_enabled():
             # Those of an earlier pass under inference_mode can be written to only there.

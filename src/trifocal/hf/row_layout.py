@@ -84,9 +84,7 @@ def row_layout(
 
 
 def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be_empty: bool = False) -> Tensor:
-    """A checked mask of real tokens, [B, T], bool, on the host; `may_be_empty` allows rows without any. ValueError as
-    in `row_layout`.
-    """
+    """A checked mask of real tokens, [B, T], bool, on the host; `may_be_empty` allows rows without any."""
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool)
     if attention_mask.shape != shape:

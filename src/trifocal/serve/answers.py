@@ -24,10 +24,7 @@ class _Place:
 
 
 class Answer:
-    """The answer to a call, as a whole or as the events of a stream.
-
-    `tokens` has the new tokens of each choice so far; `open` counts the choices that have not ended.
-    """
+    """The answer to a call, whole or as events: new `tokens` of each choice so far, and how many choices are `open`."""
 
     def __init__(self, service: Service, call: Call) -> None:
         self._service, self._call = service, call

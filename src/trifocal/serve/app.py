@@ -56,10 +56,8 @@ def make_app(
     api_key: str = "",
     allowed_origins: Sequence[str] = (),
 ) -> Starlette:
-    """The server's application; it starts and stops the worker, which runs the model.
-
-    `pictures` remembers answers for the page; None: the page has no pictures. With an `api_key` every request to the
-    model must have it as its bearer token. Pages of the allowed origins may use the server from a browser; "*": of all.
+    """The server's application, which starts and stops the worker. Requests to the model need the `api_key`, if any, as
+    bearer token; pages of allowed origins may use it, "*": of all.
     """
 
     def guarded(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

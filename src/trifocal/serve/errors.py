@@ -7,8 +7,8 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """An answer other than 200: HTTP's status, one sentence that may not name paths of the server, the parameter that
-    is wrong, OpenAI's name of the error, for programs, and headers.
+    """An answer other than 200: HTTP's status, one sentence without paths of the server, the wrong parameter, OpenAI's
+    name of the error, headers.
     """
 
     def __init__(

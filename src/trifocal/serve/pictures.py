@@ -38,9 +38,7 @@ class Pictures:
             self._answers.popitem(last=False)
 
     def picture(self, name: str) -> dict[str, Any]:
-        """The picture of an answer's first choice; without layers where none chooses blocks, or the text is too long.
-        ApiError if the answer is too old.
-        """
+        """The picture of an answer's first choice; without layers where none chooses blocks, or the text is long."""
         answer = self._answers.get(name)
         if answer is None:
             raise ApiError(404, "there is no picture of this answer")

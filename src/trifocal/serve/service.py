@@ -62,10 +62,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A checked request of a client, with a request of the engine for each prompt.
-
-    The answer begins with the prompts' `texts` if `echo`; `drops_token`: no new token was asked for, so that the one
-    that is drawn is left out.
+    """A checked request of a client, with one of the engine for each prompt; `echo` puts the prompts' `texts` first,
+    and `drops_token` leaves out a token that was not asked for.
     """
 
     chat: bool
@@ -80,10 +78,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Service:
-    """The model that is served, with its tokenizer.
-
-    `max_length` are the tokens of the longest sequence, prompt and answer together; `max_sequences` run at a time,
-    `max_answers` belong to one call; `chats` says whether the tokenizer can write chats.
+    """The model that is served, with its tokenizer: sequences of up to `max_length` tokens, `max_sequences` at a time,
+    `max_answers` of a call; whether it takes `chats`.
     """
 
     name: str

@@ -60,10 +60,8 @@ class Updates:
 
 
 class Worker:
-    """Runs an engine, which nobody else uses from now on, for calls of an event loop.
-
-    At most `max_open` sequences may run and wait. `before_step` is called by the worker's thread before each step of
-    the engine. `metrics` has what happened so far.
+    """Runs an engine, for calls of an event loop, of which `max_open` sequences may run and wait; `before_step` is
+    called by its thread before each step.
     """
 
     def __init__(
@@ -110,9 +108,7 @@ class Worker:
 
     @contextmanager
     def open(self, requests: Sequence[Request]) -> Iterator[Updates]:
-        """Run requests; those that have not ended when the context ends are cancelled. ApiError if too many wait
-        already, or the engine has ended.
-        """
+        """Run requests; the end of the context cancels those that have not ended. ApiError if too many wait already."""
         if not self._thread.is_alive():
             raise ApiError(503, "the model failed for good; the server must be started anew")
         sequences = sum(request.samples for request in requests)
