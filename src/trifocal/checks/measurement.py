@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Measurement:
-    """The finding of one check on this machine: a figure that may be at most `bound`, which the check's docstring
-    derives, and lines for a person.
-    """
+    """A check's finding here: a figure, at most `bound`, which its docstring derives, and lines for a person."""
 
     figure: float
     bound: float

@@ -28,8 +28,8 @@ _SEEDS = (1, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to take a step: `shards` processes share a copy under hsdp, `context` each sequence; with `after`,
-    gradients are exchanged after backward, as recorded graphs need it.
+    """A way to take a step: `shards` processes share a copy under hsdp, `context` a sequence; `after`: gradients are
+    exchanged after backward, as recorded graphs need it.
     """
 
     mode: Mode
@@ -116,10 +116,8 @@ def gradients_of_one(case: Case, processes: DistributedContext) -> list[list[Ten
 
 
 def gradient_difference(case: Case, processes: DistributedContext, one: list[list[Tensor]]) -> tuple[float, str]:
-    """Largest difference of a gradient from one process's, relative to that gradient's largest entry; and whose.
-
-    It is infinite for a parameter without a gradient, and for one whose gradient differs by a bit between processes:
-    their weights would drift apart.
+    """Largest difference of a gradient from one process's, relative to its largest entry, and whose; infinite where
+    there is no gradient, or it differs by a bit between processes.
     """
     model, parallel = parallelize_case(case, processes)
     worst, name = 0.0, ""

@@ -57,9 +57,7 @@ CHECKS: tuple[Check, ...] = (
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One row of the report: a `Check` and its `Measurement`. A check that raises has failed, without a figure; the
-    details have the reason of a skip or an error.
-    """
+    """One row of the report: a `Check` and its `Measurement`; the details have the reason of a skip or an error."""
 
     name: str
     guards: tuple[int, ...]
@@ -110,8 +108,8 @@ def run(
     on_start: Callable[[Check, int, int], None] = lambda check, number, total: None,
     on_result: Callable[[CheckResult], None] = lambda result: None,
 ) -> Report:
-    """Run the checks of these names, or all, one after the other; where one raises, the others still run. `on_start`
-    gets the number of each check and of all too. UserError if a name is unknown, or there is no such device.
+    """Run the checks of these names, or all, also behind one that raises; `on_start` gets each one's number, and of how
+    many.
     """
     names = [check.name for check in CHECKS]
     for name in only:

@@ -185,10 +185,7 @@ def parallel_gradients(device: torch.device) -> Measurement:
 
 
 def compare_processes(cases: Sequence[Case], device: torch.device) -> list[tuple[float, str]]:
-    """Start the processes, on GPUs where there are enough, and read a figure and a parameter's name for each case.
-
-    Raises ProcessesFailed if a process fails, or they do not end in time.
-    """
+    """Start the processes, on GPUs where there are enough: a figure and a parameter's name for each case."""
     kind = "cuda" if _over_nccl(device) else "cpu"
     with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
         path = Path(folder) / "found.json"

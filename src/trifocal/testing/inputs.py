@@ -44,12 +44,9 @@ def attention_inputs(
     seed: int = 0,
     on_device: bool = False,
 ) -> Inputs:
-    """Draw unit-normal queries, keys and values of every branch, and gates in (0, 1), [B, ·, ·, ·] each.
-
-    Without `num_keys` there are as many keys as queries, and as many in the window; C follows from the geometry unless
-    given. `document_lengths` are those of packed documents; one document a row unless given. Drawn `on_device` in
-    `dtype`, inputs are made fast and without a second copy, but each device gives other numbers. By default they are
-    drawn in float64 on the CPU and rounded: the same everywhere.
+    """Unit-normal queries, keys and values of every branch, and gates in (0, 1); without `num_keys` as many keys as
+    queries, and C by the geometry. Drawn in float64 on the CPU and rounded, they are the same everywhere; `on_device`,
+    in `dtype`, they are made fast, but each device gives other numbers.
     """
     generator = torch.Generator(device if on_device else "cpu").manual_seed(seed)
     drawn = dtype if on_device else torch.float64

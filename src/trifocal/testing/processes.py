@@ -17,10 +17,7 @@ GRACE_SECONDS = 5.0
 
 
 class ProcessesFailed(RuntimeError):
-    """A process failed, or they did not end in time; the message has the end of each error output.
-
-    `statuses` are the exit statuses, negative for a signal; empty if they did not end in time.
-    """
+    """A process failed, with the end of each error output, or, without `statuses`, they did not end in time."""
 
     def __init__(self, message: str, statuses: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -35,10 +32,8 @@ def run_processes(
     limit_seconds: float,
     until: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Run Python with these arguments in `size` processes that find each other; none outlives the call.
-
-    Their error output goes into the folder. They are killed after the limit, and also when `until` becomes true, which
-    is no failure. Raises ProcessesFailed if one fails, or they do not end in time.
+    """Run Python in `size` processes that find each other, with their error output in the folder; ProcessesFailed if
+    one fails, or at the limit. None outlives the call, nor `until` once it is true.
     """
     _store, places = places_here(size)
     # Where this process finds the package, the others must find it too. Messages quote errors, which Python 3.13 writes

@@ -29,9 +29,7 @@ CPU = torch.device("cpu")
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
-    """Largest difference, relative to the largest exact value or 1; NaN in `actual` is an infinite error.
-    AssertionError if the shapes differ.
-    """
+    """Largest difference, relative to the largest exact value or 1; NaN in `actual` is an infinite error."""
     if actual.shape != exact.shape:
         raise AssertionError(f"shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
     if exact.numel() == 0:
@@ -45,9 +43,8 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 def output_and_gradients(o: Tensor, inputs: Inputs, rounded_to: torch.dtype | None = None) -> dict[str, Tensor]:
-    """An output, and the gradients of its leaves, the inputs, for the same random gradient of the output, by name.
-
-    That gradient is rounded to `rounded_to` first, where `o` is the exact side of a comparison.
+    """An output, and the gradients of the inputs for the same random gradient of it, by name; of an exact side, that
+    gradient is `rounded_to` the other's type first.
     """
     d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(0))
     d_o = d_o.to(rounded_to or o.dtype).to(o.device, o.dtype)
@@ -90,9 +87,7 @@ def allowed(dtype: torch.dtype, device: torch.device = CPU) -> float:
 
 
 def assert_close(name: str, actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Compare `actual`, computed in `dtype`, with `exact`; AssertionError with the name, the error and the bound if it
-    is too far off.
-    """
+    """Compare `actual`, computed in `dtype`, with `exact`: AssertionError if it is farther off than is `allowed`."""
     found, bound = error(actual, exact), allowed(dtype)
     if not found <= bound:
         raise AssertionError(f"{name} in {dtype}: error {found:.3g}, allowed {bound:.3g}")
