@@ -299,12 +299,7 @@ class Loader:
         blank = (0,) * len(self._readers)
         drawn = zip(self._readers, weights or blank, rows or blank, strict=True)
         sources = [reader.state() | {"weight": weight, "rows": number} for reader, weight, number in drawn]
-        return {
-            "version": POSITION_VERSION,
-            "sample_index": sample_index,
-            "source": self.name,
-            "sources": sources,
-        }
+        return {"version": POSITION_VERSION, "sample_index": sample_index, "source": self.name, "sources": sources}
 
 
 def _drawn(saved: Sequence[dict[str, Any]], found: Sequence[dict[str, Any] | None]) -> Drawn:

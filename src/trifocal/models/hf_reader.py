@@ -44,10 +44,7 @@ _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attent
 _ROPE_KEYS = {"type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim"}
 _ROPE_KEYS |= {field.name for field in fields(RopeScaling)}
 # Parameters without which transformers does not load a type. It infers the others.
-_ROPE_NEEDS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
+_ROPE_NEEDS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 _SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = {
     "embedding": "model.embed_tokens",

@@ -104,11 +104,7 @@ def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable
 
 
 def train_block(
-    run: Callable[..., Tensor],
-    checkpointed: bool,
-    forward: Callable[..., Tensor],
-    x: Tensor,
-    **given: Any,
+    run: Callable[..., Tensor], checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **given: Any
 ) -> Tensor:
     """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
     if not torch.is_grad_enabled():

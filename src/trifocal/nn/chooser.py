@@ -155,11 +155,7 @@ class ChoosingAttention(AttentionBase):
         return q, keys, values, outputs, heads.unflatten(-1, (-1, INDEX_DIM))
 
     def _gathered(
-        self,
-        keys_and_values: list[Tensor],
-        heads: Tensor | None,
-        rotary: RotaryTables,
-        local_tokens: TokenShard | None,
+        self, keys_and_values: list[Tensor], heads: Tensor | None, rotary: RotaryTables, local_tokens: TokenShard | None
     ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
         """Keys and values [B, S, G, *] of all tokens, from `local_tokens` where processes share them; and rotated index
         queries with the index keys of all tokens, from unrotated `heads`, or None: in one exchange.

@@ -54,12 +54,7 @@ def project(
 
 def is_plain(linear: nn.Module) -> bool:
     """Whether a call is that of PyTorch's `Linear` and nothing else: no other forward in its place, no hooks."""
-    hooks = (
-        linear._forward_pre_hooks,
-        linear._forward_hooks,
-        linear._backward_pre_hooks,
-        linear._backward_hooks,
-    )
+    hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
     return type(linear) is nn.Linear and "forward" not in linear.__dict__ and not any(hooks)
 
 

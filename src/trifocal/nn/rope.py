@@ -133,11 +133,7 @@ def rotary_frequencies(
 
 
 def rotary_tables(
-    positions: Tensor,
-    head_dim: int,
-    theta: float,
-    dtype: torch.dtype,
-    scaling: RopeScaling = UNSCALED,
+    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype, scaling: RopeScaling = UNSCALED
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles.
 

@@ -26,12 +26,7 @@ from trifocal.ops.api import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode.api import (
-    append_dense,
-    append_sparse,
-    decode_attention,
-    decode_dense_attention,
-)
+from trifocal.ops.decode.api import append_dense, append_sparse, decode_attention, decode_dense_attention
 from trifocal.ops.decode.caches import DecodeBatch, DenseCache, SparseCache, WindowCache
 from trifocal.ops.dispatch import backend_choices
 from trifocal.ops.geometry import Geometry

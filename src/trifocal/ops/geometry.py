@@ -43,11 +43,7 @@ class Geometry:
                 raise ValueError(f"Geometry.{field.name} must be at least {lowest}, got {value}")
             if value > LARGEST_SIZE:
                 raise ValueError(f"Geometry.{field.name} may be at most {LARGEST_SIZE}, got {value}")
-        block, stride, selection = (
-            self.compression_block_size,
-            self.compression_stride,
-            self.selection_block_size,
-        )
+        block, stride, selection = self.compression_block_size, self.compression_stride, self.selection_block_size
         if block % stride:
             raise ValueError(
                 f"compression_block_size must be a multiple of compression_stride, got {block} and {stride}"

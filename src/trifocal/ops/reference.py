@@ -155,13 +155,7 @@ def compressed_attention(
 
 
 def select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: Geometry,
-    num_keys: int,
-    scale: float,
-    documents: Documents | None,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: Geometry, num_keys: int, scale: float, documents: Documents | None
 ) -> Tensor:
     """The choice of selection blocks; see `trifocal.ops.select_blocks`."""
     visibility = _compressed_visibility(q, k_cmp, geometry, num_keys, documents)
@@ -363,13 +357,7 @@ class _MaskedAttention(torch.autograd.Function):
 
 
 def _masked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    visibility: Visibility,
-    documents: Documents | None,
-    spacing: int = 1,
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility, documents: Documents | None, spacing: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, T, H, D] over its visible keys: o [B, T, H, V] in q's type, lse [B, T, H] in fp32 or fp64."""
     cut = _rows(visibility, documents, spacing)

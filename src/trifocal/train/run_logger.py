@@ -30,13 +30,7 @@ from trifocal.train.validation_loss import Evaluation
 class RunLogger:
     """Writes metrics and events of a run, from `open_logger`, and prints those for the user."""
 
-    def __init__(
-        self,
-        setup: TrainSetup,
-        metrics: MetricsWriter,
-        heartbeat: Heartbeat,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, setup: TrainSetup, metrics: MetricsWriter, heartbeat: Heartbeat, progress: Progress) -> None:
         self._state, self._rank = setup.state, setup.processes.rank
         self._loader, self._graphs = setup.loader, setup.graphs
         self._directory, self._mark = setup.directory, read_mark(setup.directory)

@@ -136,8 +136,7 @@ def associations(vocab_size: int, length: int, pairs: int, key: tuple[int, ...])
     num_keys = vocab_size // 2
     places = (length + 1 - 2 * pairs) // 2
     words = np.split(
-        random_words(length + 1 + num_keys + pairs + places, "recall", *key),
-        np.cumsum([length + 1, num_keys, pairs]),
+        random_words(length + 1 + num_keys + pairs + places, "recall", *key), np.cumsum([length + 1, num_keys, pairs])
     )
     drawn = num_keys + _below(words[0], vocab_size - num_keys)
     keys = _choose(words[1], pairs)
@@ -165,10 +164,7 @@ def haystack(
     """
     mark, hay = vocab_size - 1, vocab_size // 2
     text = length - needles * _NEEDLE
-    words = np.split(
-        random_words(length + mark - hay + text, "needle", *key),
-        np.cumsum([length, mark - hay]),
-    )
+    words = np.split(random_words(length + mark - hay + text, "needle", *key), np.cumsum([length, mark - hay]))
     tokens = _below(words[0], hay)
     written = np.full((needles, _NEEDLE), mark, dtype=np.int32)
     written[:, 1:] = hay + _choose(words[1], needles * (_NEEDLE - 1)).reshape(needles, -1)

@@ -8,15 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trifocal.data.sources.base import (
-    BadDocument,
-    BadDocuments,
-    Cursor,
-    Document,
-    fingerprint,
-    make_document,
-    no_field,
-)
+from trifocal.data.sources.base import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document, no_field
 from trifocal.data.sources.local_files import DAMAGED, find_files, open_file, sizes
 from trifocal.errors import UserError, one_line
 from trifocal.paths import MAX_FILE_BYTES, parse_json

@@ -88,11 +88,7 @@ def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor, backend: dispa
     """`silu(norm(x) W_gate^T) * norm(x) W_up^T`: weight [2 * hidden, E], the gate's rows first -> [M, hidden]."""
     if _runs_kernels(weight, backend):
         return _kernels().linear(
-            _scaled(residual, norm, weight.dtype),
-            weight,
-            None,
-            norm=(residual.sum_of_squares, norm.eps),
-            swiglu=True,
+            _scaled(residual, norm, weight.dtype), weight, None, norm=(residual.sum_of_squares, norm.eps), swiglu=True
         )[0]  # type: ignore[no-any-return]
     gate, up = _linear(_normed(residual, norm, weight.dtype), weight, None).chunk(2, dim=-1)
     return by_row(functional.silu, gate) * up

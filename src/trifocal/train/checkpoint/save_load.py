@@ -17,11 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map_only
 
 from trifocal.distributed.processes import DistributedContext
@@ -30,13 +26,7 @@ from trifocal.fields import dotted_fields, value_of
 from trifocal.models import ModelConfig
 from trifocal.paths import read_json
 from trifocal.train.checkpoint.folders import checkpoint_path
-from trifocal.train.checkpoint.manifest import (
-    FORMAT,
-    CheckpointDamaged,
-    describe_files,
-    read_manifest,
-    write_manifest,
-)
+from trifocal.train.checkpoint.manifest import FORMAT, CheckpointDamaged, describe_files, read_manifest, write_manifest
 from trifocal.train.checkpoint.tensor_files import TensorFileWriter
 from trifocal.train.run_folder import PARTIAL, flush, remove_folder
 

@@ -13,11 +13,7 @@ from trifocal.train.config.sections import RunConfig
 
 # In a checkout a link to configs/, in a wheel the files themselves.
 _PRESETS = Path(__file__).parents[2] / "configs"
-ALIASES = {
-    "lr": "optimizer.learning_rate",
-    "batch_size": "train.global_batch_size",
-    "steps": "train.steps",
-}
+ALIASES = {"lr": "optimizer.learning_rate", "batch_size": "train.global_batch_size", "steps": "train.steps"}
 """Short names of flags that are typed often."""
 
 

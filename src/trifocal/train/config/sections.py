@@ -244,8 +244,7 @@ class ScheduleSection:
         check_types(self, "schedule")
         check_at_least(self, "schedule", warmup_steps=0)
         _require(
-            0 <= self.minimum_factor <= 1,
-            f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
+            0 <= self.minimum_factor <= 1, f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}"
         )
         _require(0 < self.decay_fraction <= 1, f"schedule.decay_fraction must lie in (0, 1], got {self.decay_fraction}")
 

@@ -49,12 +49,7 @@ class StepResult:
 
 
 def batch_loss(
-    loss_function: LossFunction,
-    batch: Batch,
-    device: torch.device,
-    *,
-    pad_documents: bool = False,
-    documents: int = 0,
+    loss_function: LossFunction, batch: Batch, device: torch.device, *, pad_documents: bool = False, documents: int = 0
 ) -> Tensor:
     """Mean loss over the valid targets of a host's micro-batch; `pad_documents`, `documents` as of `model_inputs`."""
     inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
@@ -142,11 +137,7 @@ class TrainStep:
             with self._parallel.micro_batch(last=index == len(micro_batches) - 1):
                 with phases.phase(forward_phase), autocast(self._device, self._config.precision):
                     loss = weight * batch_loss(
-                        self.loss_function,
-                        batch,
-                        self._device,
-                        pad_documents=self._config.compile,
-                        documents=documents,
+                        self.loss_function, batch, self._device, pad_documents=self._config.compile, documents=documents
                     )
                 if index == 0:
                     self._before_backward()
