@@ -44,14 +44,9 @@ class Geometry:
             if value > LARGEST_SIZE:
                 raise ValueError(f"Geometry.{field.name} may be at most {LARGEST_SIZE}, got {value}")
         block, stride, selection = self.compression_block_size, self.compression_stride, self.selection_block_size
-        if block % stride:
-            raise ValueError(
-                f"compression_block_size must be a multiple of compression_stride, got {block} and {stride}"
-            )
-        if selection % stride:
-            raise ValueError(
-                f"selection_block_size must be a multiple of compression_stride, got {selection} and {stride}"
-            )
+        for name, size in (("compression_block_size", block), ("selection_block_size", selection)):
+            if size % stride:
+                raise ValueError(f"{name} must be a multiple of compression_stride, got {size} and {stride}")
         if block > selection:
             raise ValueError(f"compression_block_size may not exceed selection_block_size, got {block} and {selection}")
         forced = self.num_initial_blocks + self.num_local_blocks

@@ -28,12 +28,19 @@ def check_floats(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be of float64, float32, bfloat16 or float16, got {x.dtype}")
 
 
-def check_same_kind(name: str, x: Tensor, q: Tensor) -> None:
-    """Raise ValueError unless x has the dtype and the device of the queries."""
-    if x.dtype != q.dtype:
-        raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+def check_same_kind(name: str, x: Tensor, other: Tensor, of: str = "q") -> None:
+    """Raise ValueError unless x has the dtype and the device of another tensor, called `of`."""
+    if x.dtype != other.dtype:
+        raise ValueError(f"{name} must have the dtype of {of}, {other.dtype}, got {x.dtype}")
+    if x.device != other.device:
+        raise ValueError(f"{name} must be on the device of {of}, {other.device}, got {x.device}")
+
+
+def check_contiguous(**tensors: Tensor | None) -> None:
+    """Raise ValueError unless tensors, by their names, are contiguous."""
+    for name, x in tensors.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides of {list(x.stride())}")
 
 
 def check_type(name: str, value: object, *types: type) -> None:
@@ -94,9 +101,7 @@ def check_index_tensors(q_idx: Tensor, k_idx: Tensor) -> None:
             "k_idx [B, S, Di] must share B and Di with q_idx [B, T, G, Di], which may have no empty dimension, "
             f"got {list(k_idx.shape)} and {list(q_idx.shape)}"
         )
-    for kind, given, expected in (("dtype", k_idx.dtype, q_idx.dtype), ("device", k_idx.device, q_idx.device)):
-        if given != expected:
-            raise ValueError(f"k_idx must have the {kind} of q_idx, {expected}, got {given}")
+    check_same_kind("k_idx", k_idx, q_idx, of="q_idx")
 
 
 def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str], keys: str) -> None:

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
-from trifocal.ops.validation import check_beside, check_rank, check_type, check_whole_number
+from trifocal.ops.validation import (
+    check_beside,
+    check_contiguous,
+    check_rank,
+    check_same_kind,
+    check_type,
+    check_whole_number,
+)
 
 MAX_NEW_TOKENS = 8
 
@@ -236,8 +243,7 @@ def check_rotary(rotary: Rotary, x: Tensor) -> None:
         check_beside(name, table, "[max_len, D/2]", (), x)
         if table.shape[1] != half:
             raise ValueError(f"{name} must have the shape [max_len, D/2] = ['*', {half}], got {list(table.shape)}")
-        if not table.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides of {list(table.stride())}")
+    check_contiguous(cosines=rotary[0], sines=rotary[1])
 
 
 def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | None) -> None:
@@ -307,10 +313,7 @@ def check_compressors(
 
 def check_queries(q: Tensor, keys: Tensor) -> None:
     """Raise ValueError unless q [B, T, H, D] can read keys [pages, G, P, D]."""
-    if q.dtype != keys.dtype:
-        raise ValueError(f"q must have the dtype of the cache, {keys.dtype}, got {q.dtype}")
-    if q.device != keys.device:
-        raise ValueError(f"q must be on the device of the cache, {keys.device}, got {q.device}")
+    check_same_kind("q", q, keys, of="the cache")
     groups, dim = keys.shape[1], keys.shape[3]
     if q.shape[3] != dim or q.shape[2] % groups:
         raise ValueError(

@@ -18,6 +18,7 @@ from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.validation import check_contiguous
 
 # The largest vocabulary that one program takes, and the parts of a larger one: fp64 takes most of a program's time.
 _MAX_TOKENS = 4096
@@ -230,13 +231,10 @@ def draw_tokens(
     [B, 2]. `keep`, bool [B, vocab_size], has the tokens that may be drawn, None for all; `temperature` to `seen` are
     fields of `SamplingTensors`; without `num_new` the lengths stay.
     """
-    books = {
-        "temperature": temperature, "top_k": top_k, "repetition_penalty": repetition_penalty, "seed": seed,
-        "seen": seen, "lengths": lengths, "num_new": num_new, "tokens": tokens, "drawn": drawn,
-    }  # fmt: skip
-    for name, x in books.items():
-        if x is not None and not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides of {list(x.stride())}")
+    check_contiguous(
+        temperature=temperature, top_k=top_k, repetition_penalty=repetition_penalty, seed=seed, seen=seen,
+        lengths=lengths, num_new=num_new, tokens=tokens, drawn=drawn,
+    )  # fmt: skip
     logits, keep = unit_stride(logits), None if keep is None else keep.contiguous()
     rows, vocab_size = logits.shape
     whole = next_power_of_2(vocab_size)

@@ -17,6 +17,7 @@ from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import add_product, nothing_lost, unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch, release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.validation import check_contiguous
 
 _FEWEST_ROWS = 8
 _MAX_ROWS = 32
@@ -297,7 +298,7 @@ def embedding(tokens: Tensor, table: Tensor, next_norm: NextNorm | None = None) 
     out = torch.empty(rows, width, dtype=torch.float32, device=table.device)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=table.device)
     next_weight, normed = _of_next_norm(next_norm, out)
-    _check_weights(table=table, next_norm=next_weight)
+    check_contiguous(table=table, next_norm=next_weight)
     # A column of a batch's tokens has a stride.
     decode_embedding_kernel[(rows,)](
         tokens.contiguous(), table, table if next_weight is None else next_weight, out,
@@ -341,7 +342,8 @@ def linear(
     elif num_sigmoids:
         extra = torch.empty(rows, num_sigmoids, dtype=torch.float32, device=x.device)
     next_weight, normed = _of_next_norm(next_norm, out)
-    _check_weights(weight=weight, bias=bias, next_norm=next_weight)
+    # Not copied: programs ask for weights before a copy made here would be ready.
+    check_contiguous(weight=weight, bias=bias, next_norm=next_weight)
     parts = 1
     if norm:
         parts, squares = squares.shape[1], squares.contiguous()
@@ -369,13 +371,6 @@ def _of_next_norm(next_norm: NextNorm | None, out: Tensor) -> tuple[Tensor | Non
         return None, None
     weight, dtype = next_norm
     return weight, torch.empty_like(out, dtype=dtype)
-
-
-def _check_weights(**weights: Tensor | None) -> None:
-    """Raise ValueError unless weights are contiguous: programs ask for them before a copy made here would be ready."""
-    for name, weight in weights.items():
-        if weight is not None and not weight.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides of {list(weight.stride())}")
 
 
 def _rows_of_tile(rows: int, element_size: int) -> int:
