@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def _log_stall(age_seconds: float, activity: str) -> None:
     _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """An endless iterator of the batches of a split.
 
     Rows are numbered; row `n` comes from stream `n % S` of a source; of several, `SourceDraw` says which. A global
@@ -265,9 +266,6 @@ class Loader:
             self._prefetcher.close(_CLOSING_SECONDS)
             self._prefetcher = None
         self._closed = True
-
-    def __enter__(self) -> Loader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,9 +5,10 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Mapping, Set
+from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, TypeGuard
 
 from trifocal.errors import UserError
 from trifocal.paths import parse_json
@@ -19,7 +20,7 @@ LONGEST_LINE = 2**20
 logger = logging.getLogger("trifocal")
 
 
-class JsonLinesWriter:
+class JsonLinesWriter(AbstractContextManager["JsonLinesWriter"]):
     """Appends one JSON object a line; a failing disk costs rows, never the run.
 
     Each row is one unbuffered write, so a killed process loses no written row. When a write fails or is cut short (a
@@ -76,9 +77,6 @@ class JsonLinesWriter:
         if not self._warned:
             self._warned = True
             logger.warning("cannot write %s (%s); training continues, rows are missing there", self.path, error)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

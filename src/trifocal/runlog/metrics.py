@@ -9,8 +9,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from trifocal.errors import one_line
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, parse_row, read_lines
@@ -19,7 +20,7 @@ from trifocal.runlog.sinks import Sink
 METRICS_FIELDS = frozenset({"kind", "step", "unix_time_seconds"})
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Writes the metric rows of one run, and gives them to its sinks, until one raises; no path, no file. A resume
     removes later rows, so that no step appears twice, and adds a `resumed` event.
     """
@@ -87,9 +88,6 @@ class MetricsWriter:
                     size += len(line)
         self._file.truncate(size)
         return dropped
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

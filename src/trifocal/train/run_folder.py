@@ -8,8 +8,8 @@ import socket
 import stat
 import sys
 import uuid
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 from trifocal.errors import UserError
 from trifocal.fields import from_table
@@ -63,7 +63,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of a file system that has no locks."""
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """The system's lock on a file in a run's folder, renamed or not, until the context or the process ends."""
 
     def __init__(self) -> None:
@@ -96,9 +96,6 @@ class RunLock:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return any(os.path.samestat(os.fstat(file), there) for file in self._files)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         while self._files:

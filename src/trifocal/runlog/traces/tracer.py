@@ -7,7 +7,6 @@ in the traced steps only: every other step runs without them.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import nn
@@ -55,7 +54,7 @@ class ProfilerTrace(Trace):
         (folder / f"operations_rank{rank}.txt").write_text(table + "\n", encoding="utf-8")
 
 
-class Tracer:
+class Tracer(contextlib.AbstractContextManager["Tracer"]):
     """Traces the steps of some windows, half-open ranges in order, into `traces/` of the run; a context manager around
     training. Each multiple of `interval_steps` outside of them is a window of one step.
 
@@ -150,9 +149,6 @@ class Tracer:
             self._report("trace_failed", f"traces in {folder} could not be written: {failed}; training continues")
         else:
             self._report("traced", f"steps {first} to {last} are traced in {folder}")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
