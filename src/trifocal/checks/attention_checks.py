@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trifocal.checks.measurement import Measurement, Skipped, largest
-from trifocal.nn import NSAttention, rotary_tables, rotate
+from trifocal.nn import MLPCompressor, rotary_tables, rotate
 from trifocal.ops import Documents, compressed_attention, nsa_attention, select_blocks
 from trifocal.ops.choice_loss import Sample, choice_loss, sample_queries
 from trifocal.testing import oracle
@@ -115,26 +115,18 @@ def rope_distance(device: torch.device) -> Measurement:
     Bound: the angle of the farthest position carries a rounding error of one part in 2^53; a score is a sum of D
     products, each turned by two such angles.
     """
-    config = small_config(compressor="mlp")
+    config = small_config()
     groups, dim, geometry = config.num_kv_heads, config.head_dim, config.geometry
     length = 3 * geometry.compression_block_size
     inputs = attention_inputs(geometry, length, device, num_heads=config.num_heads, head_dim=dim)
-    layer = NSAttention(
-        dim=config.dim,
-        num_heads=config.num_heads,
-        num_kv_heads=groups,
-        head_dim=dim,
-        value_dim=config.value_dim,
-        geometry=geometry,
-        compressor="mlp",
-    ).to(device, torch.float64)
+    phi = MLPCompressor(geometry, dim).to(device, torch.float64)
 
     def scores(first: int) -> Tensor:
         def rotated(x: Tensor, positions: Tensor) -> Tensor:
             return rotate(x, *rotary_tables(first + positions, dim, config.rope_theta, torch.float64))
 
         tokens = torch.arange(length, device=device)
-        k_cmp = layer.k_compressor(inputs.k_slc, None)
+        k_cmp = phi(inputs.k_slc)
         starts = torch.arange(k_cmp.shape[1], device=device) * geometry.compression_stride
         keys = torch.cat((rotated(inputs.k_slc, tokens), rotated(k_cmp, starts)), 1)
         return torch.einsum("btgrd,bsgd->bgrts", rotated(inputs.q, tokens).unflatten(2, (groups, -1)), keys)

@@ -33,33 +33,15 @@ SMALL = Geometry(
 
 def minimal_config(num_layers: int) -> ModelConfig:
     """The reported minimal model."""
-    return ModelConfig(
-        vocab_size=256,
-        dim=128,
-        num_layers=num_layers,
-        num_heads=8,
-        num_kv_heads=2,
-        head_dim=16,
-        value_dim=16,
-        mlp_dim=512,
-        geometry=MINIMAL,
-    )
+    widths = {"dim": 128, "head_dim": 16, "value_dim": 16, "mlp_dim": 512}
+    return small_config(vocab_size=256, num_layers=num_layers, num_heads=8, geometry=MINIMAL, **widths)
 
 
 def small_config(**changes: Any) -> ModelConfig:
     """Two layers of a model that takes milliseconds."""
-    values: dict[str, Any] = {
-        "vocab_size": 64,
-        "dim": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "value_dim": 12,
-        "mlp_dim": 64,
-        "geometry": SMALL,
-    }
-    return ModelConfig(**(values | changes))
+    sizes = {"vocab_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    widths = {"dim": 32, "head_dim": 8, "value_dim": 12, "mlp_dim": 64}
+    return ModelConfig(**{"geometry": SMALL, **sizes, **widths, **changes})
 
 
 def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> DecoderLM:
