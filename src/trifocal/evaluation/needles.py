@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from trifocal.data import Loader
 from trifocal.data.sources.synthetic import VALUE_TOKENS, haystack, task_size
 from trifocal.data.stream import random_words
-from trifocal.evaluation.subject import Subject, TooShort
+from trifocal.evaluation.subject import SPLIT, Subject, TooShort
 
 Prompt = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Tokens with the question and all of its answer but the last token, and targets, -100 but for the answer; [T]."""
@@ -20,8 +20,6 @@ _DIGITS = 5
 # The needles of a depth stand in a range of at most this many tokens: in one place, all would lie alike in the blocks
 # of sparse attention, and the figure would be that of this one position in a block.
 _RANGE = 128
-# Random numbers of validation rows have a key of three numbers: this one differs from theirs.
-_SPLIT = 2
 
 
 class Haystacks:
@@ -59,7 +57,7 @@ class Haystacks:
         return [(depth * (length - reach) + int(offset)) / length for offset in offsets]
 
     def _of_task(self, length: int, sample: int, place: float) -> Prompt:
-        key = (self._data.seed, _SPLIT, sample)
+        key = (self._data.seed, SPLIT, sample)
         tokens, targets = haystack(self._vocab_size, length, self.needles, key, depth=place)
         # Only the first question: its needle has the place.
         end = np.flatnonzero(targets >= 0)[VALUE_TOKENS - 1] + 1

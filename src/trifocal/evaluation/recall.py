@@ -7,10 +7,8 @@ import numpy as np
 import torch
 
 from trifocal.data.sources.synthetic import associations, check_recall
-from trifocal.evaluation.subject import Subject
+from trifocal.evaluation.subject import SPLIT, Subject
 
-# Random numbers of validation rows have a key of three numbers: this one differs from theirs.
-_SPLIT = 2
 _FIRST_DISTANCE = 64
 
 
@@ -21,7 +19,7 @@ def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> I
     assert subject.data is not None
     vocab_size = subject.model.config.vocab_size
     check_recall(pairs, vocab_size=vocab_size, sequence_length=length)
-    rows = [associations(vocab_size, length, pairs, (subject.data.seed, _SPLIT, sample)) for sample in range(samples)]
+    rows = [associations(vocab_size, length, pairs, (subject.data.seed, SPLIT, sample)) for sample in range(samples)]
     right, nats = subject.score_answers(rows)
     hits, distance = right.double(), torch.from_numpy(np.concatenate([_distances(*row, pairs) for row in rows]))
     yield {
