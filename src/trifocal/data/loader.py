@@ -356,14 +356,12 @@ def read_validation(
     each source, one source after the other, in batches of the largest size up to `at_once` that divides them.
     """
     size = next(size for size in range(min(sequences, at_once), 0, -1) if sequences % size == 0)
-    order = DataConfig(
-        shuffle_sequences=max(1, min(_VALIDATION_POOL * sequences, _VALIDATION_TOKENS // sequence_length))
-    )
-    fixed = {name: getattr(order, name) for name in ("seed", "shuffle_documents", "shuffle_sequences")}
+    pool = max(1, min(_VALIDATION_POOL * sequences, _VALIDATION_TOKENS // sequence_length))
+    seed, documents = DataConfig.seed, DataConfig.shuffle_documents
     batches: list[Batch] = []
     for part in config.parts:
         with Loader(
-            replace(part, **fixed),
+            replace(part, seed=seed, shuffle_documents=documents, shuffle_sequences=pool),
             tokenizer=tokenizer,
             sequence_length=sequence_length,
             batch_size=size,
