@@ -102,7 +102,9 @@ class TokenShard(NamedTuple):
         return cls(shard, num_tokens, local_positions, documents, chunks)
 
     def windows(self, xs: Sequence[Tensor], window_size: int) -> list[tuple[Chunk, list[Tensor]]]:
-        """For each chunk of local xs [B, T, ...], the tokens that its windows reach, where it then counts its keys."""
+        """For each chunk of local xs [B, T, ...], the chunk with its keys counted from the first token that its windows
+        reach, and these tokens of each x.
+        """
         past = window_size - 1
         is_near = 0 < past <= self.num_tokens // self.shard.num_chunks
         # A window that is wider than a chunk would need several processes.

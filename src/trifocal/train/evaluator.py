@@ -82,7 +82,7 @@ class Evaluator:
         self._log.write_optional("attention picture", lambda: picture.save(path))
 
     def sample(self, step: int) -> str | None:
-        """Continue the configured prompt, always with the same seed, into `samples/`; None without a part or a text."""
+        """Continue the configured prompt, always with the same seed, into `samples/`; None elsewhere, and at a stop."""
         if not self._takes_part:
             return None
         config, tokenizer = self._config, self._tokenizer

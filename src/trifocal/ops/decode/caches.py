@@ -60,8 +60,8 @@ class DecodeBatch:
 
 
 class LearnedCompressor(NamedTuple):
-    """The weights of a learned φ, see `nn.MLPCompressor`, contiguous, in the type of what it compresses: positions [l,
-    D], W1 [hidden, l * D] and W2 [D, hidden]; for values V stands for D.
+    """The weights of `nn.MLPCompressor`, contiguous, in the type of what it compresses: positions [l, D], W1 [hidden,
+    l * D] and W2 [D, hidden]; for values V stands for D.
     """
 
     positions: Tensor
