@@ -14,8 +14,9 @@ from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
 from trifocal.errors import UserError
 from trifocal.report import write_report
 from trifocal.report.attention_charts import attention_charts
-from trifocal.report.charts import Chart, thin
+from trifocal.report.charts import Chart, thin, training_charts
 from trifocal.report.page import _charts as charts_of_page
+from trifocal.report.page import build_page
 from trifocal.report.picture import pictures_of
 from trifocal.report.summary import summarise
 from trifocal.runlog.metrics import MetricsWriter
@@ -134,6 +135,16 @@ def test_a_comparison_draws_every_run(make_run, browser):
     assert browser.evaluate("document.querySelectorAll('#chart-throughput .scatterlayer .trace').length") == 2
     text = browser.evaluate("document.body.innerText")
     assert "optimizer.learning_rate" in text and "data.source" not in text.split("Environment and config")[0]
+
+
+def test_runs_named_by_dates_and_in_other_alphabets_are_told_apart(make_run):
+    runs = [read_run(make_run(name, steps=100)) for name in ("2026-11-28", "2026-11-29", "日本", "中国")]
+    [phases] = [chart for chart in training_charts(runs) if chart.key == "phases"]
+    assert phases.layout["yaxis"]["type"] == "category"
+    page = build_page(runs, "")
+    sections = re.findall(r'<section id="(.*?)"', page)
+    assert len({*sections}) == len(sections) == 4 * 3 + 4 and "training" in sections
+    assert re.findall(r'<a href="#(.*?)"', page) == sections
 
 
 def test_the_page_is_one_file_with_plotly_in_it_once(make_run):
@@ -387,6 +398,18 @@ def test_time_by_phase_adds_up_over_resumes(make_run):
     after = read_run(run).phase_seconds()
     assert after["forward"] == before["forward"] + 7.0 + 30.0
     assert after["data"] == before["data"] + 1.0
+
+
+def test_the_trend_of_a_long_curve_is_its_mean(make_run):
+    """Every stretch of a long curve has a spike, which stays when the curve is shortened."""
+    run = read_run(make_run(steps=100))
+    run.rows = [
+        {"kind": "train", "step": step, "step_seconds": 3.1 if step % 100 == 0 else 0.1} for step in range(1, 20_001)
+    ]
+    [chart] = [chart for chart in training_charts([run]) if chart.key == "step_time"]
+    faint, trend = chart.traces
+    assert max(faint["y"]) == 3.1 and len(trend["y"]) < 2000 and trend["x"][-1] == 20_000
+    assert trend["y"][500] == pytest.approx(0.13, rel=0.1)
 
 
 def test_thinning_keeps_ends_spikes_and_order():

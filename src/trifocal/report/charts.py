@@ -143,7 +143,8 @@ def _phases(runs: list[Run]) -> Chart:
         "barmode": "stack",
         "hovermode": "closest",
         "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "showticklabels": len(bars) > 1},
+        # Names of runs may be numbers or dates.
+        "yaxis": {"type": "category", "autorange": "reversed", "showticklabels": len(bars) > 1},
     }
     caption = (
         "Time of a process by phase, from its heartbeat. Host time: a GPU's work counts where the host waits for it."
@@ -183,7 +184,7 @@ def _of_each(runs: list[Run], name: str, *, scale: float = 1.0) -> list[Trace]:
     for index, run in enumerate(runs):
         steps, values = run.series("train", name)
         if steps:
-            traces.append(line(*thin(steps, [value * scale for value in values]), run.name, f"@run{index}"))
+            traces.append(line(steps, [value * scale for value in values], run.name, f"@run{index}"))
     return traces
 
 
@@ -195,9 +196,11 @@ def _with_trend(traces: list[Trace]) -> list[Trace]:
         if len(values) <= _LONG_CURVE:
             result.append(trace)
             continue
-        trend = [_significant(value) for value in smoothed(values)]
         faint = {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "line": {**trace["line"], "width": 1}}
-        result += [{**trace, **faint}, {**trace, "y": trend}]
+        # Smoothed before it is thinned: what stays of a long curve are its extremes, whose mean is another.
+        for look, points in ((faint, values), ({}, [_significant(value) for value in smoothed(values)])):
+            x, y = thin(trace["x"], points)
+            result.append({**trace, **look, "x": x, "y": y})
     return result
 
 

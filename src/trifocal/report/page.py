@@ -5,6 +5,7 @@ import time
 from html import escape
 from pathlib import Path
 from typing import get_args
+from urllib.parse import quote
 
 from trifocal.errors import UserError, one_line
 from trifocal.report.attention_charts import attention_charts
@@ -171,7 +172,8 @@ def _samples(run: Run) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    anchor = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    # Names of runs may differ only in what is no letter, or have letters of any alphabet.
+    anchor = quote("-".join(title.lower().split()), safe=":")
     return f'<section id="{anchor}"><h2>{escape(title)}</h2>{content}</section>'
 
 
