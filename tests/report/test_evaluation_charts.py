@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import pytest
 
@@ -93,6 +94,12 @@ def test_the_model_beside_is_drawn_beside(tmp_path):
     assert [round(a - b, 6) for a, b in zip(own, beside, strict=True)] == [0.1] * 6
     figures = key_figures(read)
     assert figures["loss, beside SmolLM2"] == "1.5000, 1.4000" and figures["same likeliest token"] == "90.00%"
+    # The model beside is broken.
+    path.write_text(json.dumps(content | {"rows": [row | {"beside_loss": math.nan} for row in content["rows"]]}))
+    broken = read_run(run)
+    assert "same likeliest token" not in key_figures(broken)
+    assert [len(chart.traces) for chart in evaluation_charts([broken]) if chart.key == "position"] == [1]
+    path.write_text(json.dumps(content | {"beside": "models/SmolLM2"}))
     # Positions measured again beside another model, then a needle beside none: each figure keeps its name.
     rows = {task: [row for row in content["rows"] if row["task"] == task] for task in ("position", "needle")}
     record.write_evaluation(run, content | {"beside": "models/other"}, rows["position"])
