@@ -354,7 +354,7 @@ def test_a_phone_stacks_charts_and_scrolls_wide_tables_sideways(make_run, browse
         "[...new Set([...document.querySelectorAll('.chart')].map((card) => card.getBoundingClientRect().x))].length"
     )
     assert browser.evaluate(lefts) == 1, "charts stand one below the other"
-    runs = [make_run(name, steps=300, learning_rate=1e-3) for name in names]
+    runs = [make_run(name, steps=300, learning_rate=1e-3 * number) for number, name in enumerate(names, 1)]
     browser.open(write_report(runs, runs[0].parent / "all.html"), width=390, theme="dark")
     assert browser.evaluate("document.documentElement.scrollWidth") == 390
     table = "[...document.querySelectorAll('#side-by-side .scroll')].map((box) => box.scrollWidth > box.clientWidth)"

@@ -99,6 +99,17 @@ def test_a_chat_of_two_turns_and_stop(browser, tmp_path):
         browser.press("Enter", "\r")
         browser.wait_for("document.querySelector('.turn.error') !== null")
         assert "of the 4,000 tokens that fit" in text_of(browser, ".turn.error")
+        # It is no part of the chat: there it would be refused again with what comes next. Nor is a running answer that
+        # "New" has ended.
+        assert browser.evaluate("[messages.length, document.getElementById('prompt').value].join()") == "6,More"
+        browser.evaluate("document.getElementById('length').value = 3000")
+        browser.press("Enter", "\r")
+        browser.wait_for("document.querySelector('.turn:last-child').textContent.length > 2")
+        browser.evaluate("document.getElementById('new').click(); document.getElementById('length').value = 9")
+        browser.call("Input.insertText", text="Hi 0")
+        browser.press("Enter", "\r")
+        browser.wait_for("messages.length === 2 && running === null")
+        assert text_of(browser, ".turn:last-child") == answers[0]
 
 
 def test_the_picture_has_a_window_for_the_layers_that_have_one():
