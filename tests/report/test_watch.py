@@ -47,6 +47,13 @@ def test_one_look_shows_what_matters(make_run):
     assert "saved checkpoints/step_500" in text
 
 
+def test_a_long_name_hides_no_step(make_run):
+    run = make_run("base_125m_" * 12, steps=500)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 500", "steps = 120000"))
+    for width in (40, 80):
+        assert "500/120,000" in shown(run, width)
+
+
 def test_each_source_has_its_loss_and_its_epochs(make_run):
     run, glob = make_run(steps=500), "text:book:[ab][/c]*.txt"
     with MetricsWriter(run / "metrics.jsonl") as metrics:

@@ -54,7 +54,8 @@ def _progress(run: Run, found: dict[int, Verdict]) -> RenderableType:
     over = found and all(verdict.state in OVER for verdict in found.values())
     left = None if over else remaining_seconds(run)
     grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(no_wrap=True)
+    # A long name takes several lines, and never the place of the step.
+    grid.add_column(overflow="fold")
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
