@@ -35,6 +35,14 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert (event["name"], event["step"], event["rows_dropped"]) == ("resumed", 4, 3)
 
 
+def test_a_folder_in_its_place_costs_rows_and_no_run(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    with MetricsWriter(path, resume_step=4) as metrics:
+        metrics.write("train", 5, loss=1.0)
+    assert f"cannot write {path}" in caplog.text and path.is_dir()
+
+
 def test_a_tensor_is_the_callers_mistake(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(TypeError):
         metrics.write("train", 1, loss=torch.zeros(()))

@@ -75,7 +75,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self.event(self._step, "sink_failed", sentence, severity="warning")
 
     def _drop_after(self, step: int) -> int:
-        if self._file is None or not self._file.path.exists():
+        if self._file is None or not self._file.path.is_file():
             return 0
         size, dropped = 0, 0
         with self._file.path.open("rb") as file:
