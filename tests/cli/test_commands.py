@@ -46,6 +46,12 @@ def test_a_closed_pipe_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_an_encoding_without_a_character_is_no_error():
+    command, variables = [sys.executable, "-m", "trifocal", "--help"], ENVIRONMENT | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run(command, env=variables, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"") and b"usage: trifocal COMMAND ?" in done.stdout
+
+
 def test_no_folder_for_temporary_files_is_said_in_a_line(capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)

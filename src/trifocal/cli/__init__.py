@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -38,6 +39,10 @@ _DISK_ERRORS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. The exit status is 0, 1 if a check fails or a run goes wrong, 2 for bad input."""
     replace_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # What the encoding of a terminal or a log lacks becomes a question mark. A lost stream stays as it is.
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="replace")
     load_at_start()
     args = list(sys.argv[1:] if arguments is None else arguments)
     try:
