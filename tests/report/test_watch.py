@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -117,14 +118,16 @@ def test_the_exit_status_tells_a_script(make_run, capsys):
     assert "at least 0" in capsys.readouterr().err
 
 
-def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run):
+@pytest.mark.parametrize(("terminal", "ends_by"), [("xterm-256color", "run"), ("xterm", "SIGTERM"), ("dumb", "itself")])
+def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run, terminal, ends_by):
     run = make_run(steps=100)
     # Not late for as long as it takes to start.
     set_last_beat(run, 0, unix_time_seconds=time.time(), step=77, expected_phase_seconds=60.0, interval_seconds=600.0)
-    code = f"from trifocal.cli import main; main(['watch', {str(run)!r}, '--interval-seconds', '0.1'])"
+    arguments = ["watch", str(run), "--interval-seconds", "0.1"]
+    code = f"from trifocal.cli import main; raise SystemExit(main({arguments}))"
     parent, child = pty.openpty()
     with Path(os.ttyname(child)).open("wb", buffering=0) as out:
-        variables = environment(TERM="xterm-256color", COLUMNS=120)
+        variables = environment(TERM=terminal, COLUMNS=120)
         process = warm.popen([sys.executable, "-c", code], stdout=out, stderr=subprocess.DEVNULL, env=variables)
     # However slow the machine is: nothing here is measured.
     seen, finished, deadline = "", False, time.monotonic() + 240
@@ -135,7 +138,10 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run):
                 seen += os.read(parent, 65536).decode(errors="replace")
             if not finished and "running" in seen:
                 finished = True
-                set_last_beat(run, 0, status="finished", step=100)
+                if ends_by == "run":
+                    set_last_beat(run, 0, status="finished", step=100)
+                elif ends_by == "SIGTERM":
+                    process.send_signal(signal.SIGTERM)
         status = wait_for_end(process, 60)
         # What it wrote last may not be read yet.
         while select.select([parent], [], [], 0)[0]:
@@ -145,8 +151,10 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run):
         process.wait()
         os.close(child)
         os.close(parent)
-    assert status == 0
-    assert seen.index("running") < seen.rindex("finished")
+    assert status == (128 + signal.SIGTERM if ends_by == "SIGTERM" else 0)
+    assert ends_by != "run" or seen.index("running") < seen.rindex("finished")
+    # The terminal gets its cursor back.
+    assert seen.count("\x1b[?25l") == seen.count("\x1b[?25h") == (ends_by != "itself")
 
 
 def test_the_time_left_follows_the_pace(make_run):

@@ -10,6 +10,7 @@ from rich.live import Live
 
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.flags import parse_arguments
+from trifocal.cli.output import unwinding_signals
 from trifocal.fields import check_at_least
 from trifocal.paths import user_path
 from trifocal.report.live_view import OVER, render, verdicts
@@ -35,11 +36,12 @@ def run(args: Sequence[str]) -> int:
     console = SafeConsole()
     directory = user_path(options.run_directory, "RUN_DIR")
     watched = read_run(directory, live=True)
-    if options.interval_seconds == 0 or not console.is_terminal:
+    if options.interval_seconds == 0 or not console.is_terminal or console.is_dumb_terminal:
         console.print(render(watched))
     else:
         try:
-            with Live(console=console, auto_refresh=False) as live:
+            # Without its end, the terminal has no cursor.
+            with unwinding_signals(), Live(console=console, auto_refresh=False) as live:
                 while True:
                     live.update(render(watched), refresh=True)
                     states = {verdict.state for verdict in verdicts(watched).values()}
