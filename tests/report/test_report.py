@@ -216,6 +216,9 @@ def test_a_run_that_only_began_and_what_is_no_run(make_run, tmp_path):
     with pytest.raises(UserError, match="at least one"):
         write_report([])
     fine = make_run("fine", steps=100)
+    (fine / "report.html").mkdir()
+    with pytest.raises(UserError, match=r"cannot write the report to .*: Is a directory; name another file with --out"):
+        write_report(fine)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot write the report"):
         write_report(fine, tmp_path / "file" / "report.html")

@@ -50,7 +50,8 @@ def write_report(
         else:
             write_output(path, page)
     except OSError as error:
-        raise UserError(f"cannot write the report to {path}: {error.strerror}") from error
+        advice = "; name another file with --output" if output is None else ""
+        raise UserError(f"cannot write the report to {path}: {error.strerror}{advice}") from error
     return path
 
 
