@@ -55,6 +55,14 @@ def test_a_long_name_hides_no_step(make_run):
         assert "500/120,000" in shown(run, width)
 
 
+def test_of_many_ranks_those_that_need_action_come_first(make_run):
+    run = make_run(steps=100, ranks=12)
+    for rank in (7, 10):
+        set_last_beat(run, rank, unix_time_seconds=time.time(), phase_seconds=500.0)
+    ranks = re.findall(r"^ *(\d+) +(?:finished|stalled)", shown(run), flags=re.MULTILINE)
+    assert ranks == ["7", "10", *(str(rank) for rank in range(12) if rank not in (7, 10))]
+
+
 def test_each_source_has_its_loss_and_its_epochs(make_run):
     run, glob = make_run(steps=500), "text:book:[ab][/c]*.txt"
     with MetricsWriter(run / "metrics.jsonl") as metrics:

@@ -105,7 +105,8 @@ def _ranks(run: Run, found: dict[int, Verdict]) -> RenderableType:
     for name in ("rank", "verdict", "step", "memory"):
         table.add_column(name, no_wrap=True, justify="left" if name == "verdict" else "right")
     table.add_column("reason", ratio=1, overflow="fold")
-    for rank, verdict in found.items():
+    # Of many ranks, a low terminal shows the first.
+    for rank, verdict in sorted(found.items(), key=lambda item: item[1].mark != "bad"):
         row = run.heartbeats[rank][-1]
         memory = row["memory_allocated_bytes"]
         stacks = run.crash_stacks(rank) if verdict.state == "dead" else None
