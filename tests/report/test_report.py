@@ -323,8 +323,10 @@ def test_warnings_and_lost_losses_are_unhealthy(make_run):
     with MetricsWriter(run / "metrics.jsonl") as metrics:
         metrics.event(2000, "gate_closed", "layer 3: the compressed gate is closed", severity="warning")
         metrics.write("train", 2001, loss=float("nan"))
+        metrics.write("evaluation", 2002, validation_loss=float("inf"))
     assert marks(run)[1] == "bad"
-    assert "layer 3: the compressed gate is closed" in words(run) and "not a number at step 2,001" in words(run)
+    assert "layer 3: the compressed gate is closed" in words(run)
+    assert "the loss is not a number at step 2,001; the validation loss is not a number at step 2,002" in words(run)
 
 
 def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run):

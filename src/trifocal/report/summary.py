@@ -161,9 +161,10 @@ def _healthy(run: Run) -> Finding:
             share = f"{spikes / len(norms):.0%} of the logged steps (median {median:.2g})"
             worries.append(("watch", f"the gradient norm spikes in {share}"))
             changes.append("Lengthen the warm-up, or lower the peak learning rate: gradients spike.")
-    lost = [row["step"] for row in run.of_kind("train") if row.get("loss") is not None and not is_number(row["loss"])]
-    if lost:
-        worries.append(("bad", f"the loss is not a number at step {lost[0]:,}"))
+    for kind, name, what in (("train", "loss", "loss"), ("evaluation", "validation_loss", "validation loss")):
+        values = [(row["step"], row[name]) for row in run.of_kind(kind) if row.get(name) is not None]
+        if lost := [step for step, value in values if not is_number(value)]:
+            worries.append(("bad", f"the {what} is not a number at step {lost[0]:,}"))
     if worries:
         text = _sentence("; ".join(worry for _, worry in worries))
         return Finding(question, "bad" if any(mark == "bad" for mark, _ in worries) else "watch", text, changes)
