@@ -63,6 +63,16 @@ def test_of_many_ranks_those_that_need_action_come_first(make_run):
     assert ranks == ["7", "10", *(str(rank) for rank in range(12) if rank not in (7, 10))]
 
 
+def test_the_end_of_a_log_has_no_best_loss(make_run, monkeypatch):
+    run = make_run(steps=500)
+    with MetricsWriter(run / "metrics.jsonl", resume_step=0) as metrics:
+        for step in range(1, 1001):
+            metrics.write("evaluation", step, validation_loss=1.0 + step / 1000)
+    assert "2.0000  (best 1.0010)" in shown(run)
+    monkeypatch.setattr("trifocal.runlog.run._LIVE_BYTES", 2000)
+    assert "2.0000" in shown(run) and "best" not in shown(run)
+
+
 def test_each_source_has_its_loss_and_its_epochs(make_run):
     run, glob = make_run(steps=500), "text:book:[ab][/c]*.txt"
     with MetricsWriter(run / "metrics.jsonl") as metrics:

@@ -75,7 +75,9 @@ def _figures(run: Run) -> Table:
         grid.add_row("loss", Text.assemble((f"{losses[-1]:.4f}", "bold"), " nats per token"))
     evaluations = run.series("evaluation", "validation_loss")[1]
     if evaluations:
-        grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
+        # Of a long log only the end is read, which may lack the best one.
+        best = f"  (best {min(evaluations):.4f})" if run.rows[0]["step"] <= 1 else ""
+        grid.add_row("validation", f"{evaluations[-1]:.4f}{best}")
     if own := run.of_sources("evaluation", "validation_loss"):
         grid.add_row("", ", ".join(f"{source} {loss:.4f}" for source, loss in own.items()))
     if epochs := run.of_sources("train", "epoch"):
