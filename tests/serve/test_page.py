@@ -110,6 +110,11 @@ def test_a_chat_of_two_turns_and_stop(browser, tmp_path):
         browser.press("Enter", "\r")
         browser.wait_for("messages.length === 2 && running === null")
         assert text_of(browser, ".turn:last-child") == answers[0]
+        # The browser lets a value between two steps of its field through.
+        browser.evaluate("document.getElementById('temperature').value = 0.75")
+        browser.call("Input.insertText", text="Hi")
+        browser.evaluate("document.getElementById('send').click()")
+        browser.wait_for("messages.length === 4")
 
 
 def test_the_picture_has_a_window_for_the_layers_that_have_one():
