@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,26 +265,124 @@ def test_a_gguf_is_named_or_lies_in_a_folder(gguf, tmp_path, capsys, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
-def test_the_weights_of_a_gguf_are_a_folder_like_any_other(gguf, tmp_path, tokenizer_file, monkeypatch):
-    """What transformers reads is written; its own writer refuses weights that were quantised once."""
+def write_gguf(path, model, tokenizer_file, *, keys=(), left_out=(), more=()):
+    """Write a Qwen 2 as llama.cpp does; `keys` are further metadata without the architecture."""
+    gguf = pytest.importorskip("gguf")
+    config, words = model.config, json.loads(tokenizer_file.read_text())["model"]
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    for name, value in keys:
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"qwen2.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(words["vocab"], key=words["vocab"].get))
+    writer.add_token_merges([" ".join(merge) for merge in words["merges"]])
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("{{ messages[0].content }}")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        stored = names.get_name(name, (".weight", ".bias"))
+        if name != "lm_head.weight" and stored not in left_out:
+            kind = "Q8_0" if stored.startswith("blk.0.ffn_up") else "F32"
+            kind = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(stored, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    for name, tensor in more:
+        writer.add_tensor(name, tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def qwen2():
+    """Makes a model whose first MLP a GGUF of 8 bits holds exactly, and whose weights it reads by rope parameters."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=700, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, rope_theta=5e4,
-    )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config)
-    theirs.config.quantization_config = {"quant_method": "gguf"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    for auto, found in (("AutoModelForCausalLM", theirs), ("AutoTokenizer", tokenizer)):
-        stub = SimpleNamespace(from_pretrained=lambda *_, found=found, **__: found)
-        monkeypatch.setattr(gguf, auto, stub)
-    monkeypatch.setattr(gguf.importlib.util, "find_spec", lambda name: name)
-    (tmp_path / "model.gguf").touch()
+
+    def make(**rope):
+        config = transformers.Qwen2Config(
+            vocab_size=700, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e4, **rope},
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = transformers.Qwen2ForCausalLM(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.2)
+            up = model.model.layers[0].mlp.up_proj.weight
+            up.copy_(torch.randint(-127, 128, up.shape) / 512)
+            up[:, 0] = 127 / 512
+        return model
+
+    return make
+
+
+ROPES = {
+    "as in pretraining": ({}, (), ()),
+    "linear": (
+        {"rope_type": "linear", "factor": 4.0}, [("rope.scaling.type", "linear"), ("rope.scaling.factor", 4.0)], ()
+    ),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        [("rope.scaling.type", "yarn"), ("rope.scaling.factor", 4.0), ("rope.scaling.original_context_length", 16)],
+        (),
+    ),
+    "llama3": (
+        {
+            "rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+        (), True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
+@pytest.mark.parametrize("rope", ROPES)
+def test_a_gguf_is_a_folder_like_any_other(qwen2, rope, tmp_path, tokenizer_file):
+    """transformers leaves the rope parameters of a GGUF out."""
+    parameters, keys, has_factors = ROPES[rope]
+    theirs = qwen2(**parameters)
+    factors = []
+    if has_factors:
+        unscaled = 5e4 ** (-torch.arange(0, 16, 2) / 16)
+        factors = [("rope_freqs.weight", unscaled / theirs.model.rotary_emb.inv_freq)]
+    write_gguf(tmp_path / "model.gguf", theirs, tokenizer_file, keys=keys, more=factors)
     assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--to", "dense"]) == 0
-    tokens = torch.arange(40)[None]
+    tokens = torch.arange(60)[None]
     with torch.no_grad():
         logits = load_model(tmp_path / "out")(tokens)
         torch.testing.assert_close(logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
     assert make_tokenizer(str(tmp_path / "out")).encode_prompt([{"role": "user", "content": "Hello"}]).size
+
+
+@pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
+def test_a_gguf_of_which_something_would_be_lost_is_refused(qwen2, tmp_path, tokenizer_file, capsys):
+    """transformers draws weights that a GGUF lacks, and leaves out those that it does not know."""
+    wrong = {
+        "lacks the tensor blk.1.ffn_down.weight; parts of a GGUF are joined first": {
+            "left_out": ("blk.1.ffn_down.weight",)
+        },
+        "cannot read the tensor blk.0.attn_output.bias": {"more": [("blk.0.attn_output.bias", torch.ones(32))]},
+        "the rope factors of rope_freqs.weight are not those of a Llama": {
+            "more": [("rope_freqs.weight", torch.arange(1.0, 9.0))]
+        },
+        "the rope parameter 'yarn_log_mul' is not supported": {
+            "keys": [("rope.scaling.type", "yarn"), ("rope.scaling.yarn_log_mul", 0.1)]
+        },
+    }
+    for message, options in wrong.items():
+        write_gguf(tmp_path / "model.gguf", qwen2(), tokenizer_file, **options)
+        given = ["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--to", "nsa"]
+        assert main(given) == 2
+        # Behind the bars of transformers.
+        assert message in capsys.readouterr().err.splitlines()[-1]

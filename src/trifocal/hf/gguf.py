@@ -2,18 +2,29 @@
 
 import importlib.util
 import json
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trifocal.errors import UserError, one_line
+from trifocal.models.hf_reader import MODEL_TYPES
 from trifocal.models.io import CONFIG_FILE, WEIGHTS_FILE, write_tensors
+from trifocal.nn import RopeScaling, rotary_frequencies
+
+_ROPE_FACTORS = "rope_freqs.weight"
+# Names of rope parameters in transformers; a name that is not here is refused with the configuration.
+_ROPE_NAMES = {"type": "rope_type", "original_context_length": "original_max_position_embeddings"}
+# All Llamas have these besides a factor; a GGUF has only what follows of them, for each pair.
+_LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def write_folder_of_gguf(file: Path, folder: Path) -> None:
     """Write `config.json`, weights in fp32 and the tokenizer into a folder that exists. UserError if a package is
-    missing, or transformers cannot read the file: an architecture or quantisation that it does not know, for example.
+    missing, tensors are missing or would be left out, or transformers cannot read the file: an architecture or
+    quantisation that it does not know, for example.
     """
     # transformers reads it with both.
     if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
@@ -28,5 +39,39 @@ def write_folder_of_gguf(file: Path, folder: Path) -> None:
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    if config["model_type"] in MODEL_TYPES:
+        config["rope_parameters"] |= _check(file, config, tensors)
     write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _check(file: Path, config: dict[str, Any], read: Collection[str]) -> dict[str, Any]:
+    """Compare a GGUF with the names of the tensors that transformers took from it, which draws those that are missing
+    and leaves out what it does not know. Returns rope parameters, which it leaves out too.
+    """
+    import gguf
+
+    reader, kind = gguf.GGUFReader(file), config["model_type"]
+    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    expected = {names.get_name(name, (".weight", ".bias")) for name in read}
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    if unknown := sorted(stored.keys() - expected - {_ROPE_FACTORS}):
+        raise UserError(f"{file}: transformers cannot read the tensor {unknown[0]}; convert the model's safetensors")
+    if absent := sorted(expected - stored.keys()):
+        raise UserError(
+            f"{file} lacks the tensor {absent[0]}; parts of a GGUF are joined first: llama-gguf-split --merge"
+        )
+    prefix = f"{kind}.rope.scaling."
+    given = {key.removeprefix(prefix): reader.fields[key].contents() for key in reader.fields if key.startswith(prefix)}
+    given.pop("finetuned", None)
+    if given.get("type") == "none":
+        given = {}
+    if _ROPE_FACTORS in stored:
+        factors = torch.from_numpy(stored[_ROPE_FACTORS].data.copy()).double()
+        given = {"type": "llama3", "factor": round(factors.max().item(), 4), **_LLAMA3}
+        sizes = 2 * len(factors), config["rope_parameters"]["rope_theta"]
+        scaled = rotary_frequencies(*sizes, RopeScaling(rope_type="llama3", factor=given["factor"], **_LLAMA3))  # type: ignore[arg-type]
+        if not torch.allclose(rotary_frequencies(*sizes)[0] / scaled[0], factors, rtol=1e-4):
+            raise UserError(f"{file}: the rope factors of {_ROPE_FACTORS} are not those of a Llama")
+    return {_ROPE_NAMES.get(name, name): value for name, value in given.items()}
