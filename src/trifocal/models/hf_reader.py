@@ -64,7 +64,7 @@ def is_hf_folder(folder: Path) -> bool:
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Read a dense model: its configuration and its tensors, in their own types, under the names of `DecoderLM`."""
+    """The configuration of a dense model and its tensors, in the embedding's type, under the names of `DecoderLM`."""
     config = read_hf_config(folder)
     expected = model_of_folder(config, folder).state_dict()
     head = hf_name("head.weight")
@@ -78,14 +78,12 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         lambda name: hf_name(name, config.norm_after),
         lambda name: name.endswith("rotary_emb.inv_freq"),
     )
-    if twice:
-        embedding = tensors["embedding.weight"]
-        # transformers does not tie them then.
-        if not torch.equal(tensors.pop("head.weight").to(embedding.dtype), embedding):
-            raise UserError(
-                f"{folder / CONFIG_FILE} has tie_word_embeddings = true, but {head} differs from the embeddings; set "
-                "it to false"
-            )
+    # transformers does not tie them then.
+    if twice and not torch.equal(tensors.pop("head.weight"), tensors["embedding.weight"]):
+        raise UserError(
+            f"{folder / CONFIG_FILE} has tie_word_embeddings = true, but {head} differs from the embeddings; set it to "
+            "false"
+        )
     return config, tensors
 
 

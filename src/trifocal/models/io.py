@@ -206,8 +206,8 @@ def read_tensors(
     stored_name: Callable[[str], str],
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
-    """The tensors of `model.safetensors`, or of its shards, in their own types: with the shapes of `expected`, under
-    `stored_name` in the files, which have no others but those that `is_ignored`.
+    """The tensors of `model.safetensors`, or of its shards, with the shapes of `expected` and all in the type of
+    `embedding.weight`; under `stored_name` in the files, which have no others but those that `is_ignored`.
     """
     shards = shards_of(folder)
     names = {name: stored_name(name) for name in expected}
@@ -235,7 +235,7 @@ def read_tensors(
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise UserError(f"{path}: the tensor {file_name} has the type {tensor.dtype}, which is not supported")
             tensors[name] = tensor
-    return tensors
+    return {name: tensor.to(tensors["embedding.weight"].dtype) for name, tensor in tensors.items()}
 
 
 def shards_of(folder: Path) -> dict[str, Path]:

@@ -119,7 +119,7 @@ def pretrained_path(text: str | os.PathLike[str], name: str) -> Path:
 
 
 def load_model(folder: str | Path) -> DecoderLM:
-    """Build a trained model, on the CPU, in the types of its files.
+    """Build a trained model, on the CPU, in the type of its files.
 
     Args:
         folder: A folder that `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run (its newest
@@ -161,7 +161,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
 
 
 def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torch.device) -> DecoderLM:
-    """The model of `distill.from`, without gradients, in its files' types; UserError if its vocabulary is another."""
+    """The model of `distill.from`, without gradients, in its files' type; UserError if its vocabulary is another."""
     try:
         found = open_pretrained(user_path(folder, "distill.from"))
     except UserError as error:
