@@ -266,34 +266,40 @@ def test_a_gguf_is_named_or_lies_in_a_folder(gguf, tmp_path, capsys, monkeypatch
 
 
 def write_gguf(path, model, tokenizer_file, *, keys=(), left_out=(), more=()):
-    """Write a Qwen 2 as llama.cpp does; `keys` are further metadata without the architecture."""
+    """Write a Llama as llama.cpp does; `keys` are further metadata without the architecture, `left_out` names tensors,
+    or the key `head_count_kv`.
+    """
     gguf = pytest.importorskip("gguf")
     config, words = model.config, json.loads(tokenizer_file.read_text())["model"]
-    writer = gguf.GGUFWriter(path, "qwen2")
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if "head_count_kv" not in left_out:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     for name, value in keys:
         add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(f"qwen2.{name}", value)
+        add(f"llama.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(sorted(words["vocab"], key=words["vocab"].get))
     writer.add_token_merges([" ".join(merge) for merge in words["merges"]])
     writer.add_eos_token_id(0)
     writer.add_chat_template("{{ messages[0].content }}")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         stored = names.get_name(name, (".weight", ".bias"))
+        if "q_proj" in name or "k_proj" in name:
+            # The pairs of a rotation side by side.
+            tensor = tensor.unflatten(0, (2, 2, -1)).transpose(1, 2).flatten(0, 2)
         if name != "lm_head.weight" and stored not in left_out:
             kind = "Q8_0" if stored.startswith("blk.0.ffn_up") else "F32"
             kind = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(stored, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
+            writer.add_tensor(stored, gguf.quants.quantize(tensor.contiguous().numpy(), kind), raw_dtype=kind)
     for name, tensor in more:
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
@@ -303,18 +309,18 @@ def write_gguf(path, model, tokenizer_file, *, keys=(), left_out=(), more=()):
 
 
 @pytest.fixture
-def qwen2():
-    """Makes a model whose first MLP a GGUF of 8 bits holds exactly, and whose weights it reads by rope parameters."""
+def llama():
+    """Makes a Llama of two heads with rope parameters; 8 bits hold a part of it exactly."""
     transformers = pytest.importorskip("transformers")
 
     def make(**rope):
-        config = transformers.Qwen2Config(
+        config = transformers.LlamaConfig(
             vocab_size=700, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+            num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
             rope_parameters={"rope_type": "default", "rope_theta": 5e4, **rope},
         )  # fmt: skip
         torch.manual_seed(0)
-        model = transformers.Qwen2ForCausalLM(config)
+        model = transformers.LlamaForCausalLM(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.2)
@@ -348,16 +354,18 @@ ROPES = {
 
 @pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
 @pytest.mark.parametrize("rope", ROPES)
-def test_a_gguf_is_a_folder_like_any_other(qwen2, rope, tmp_path, tokenizer_file):
+def test_a_gguf_is_a_folder_like_any_other(llama, rope, tmp_path, tokenizer_file):
     """transformers leaves the rope parameters of a GGUF out."""
     parameters, keys, has_factors = ROPES[rope]
-    theirs = qwen2(**parameters)
+    theirs = llama(**parameters)
     factors = []
     if has_factors:
         unscaled = 5e4 ** (-torch.arange(0, 16, 2) / 16)
         factors = [("rope_freqs.weight", unscaled / theirs.model.rotary_emb.inv_freq)]
-    write_gguf(tmp_path / "model.gguf", theirs, tokenizer_file, keys=keys, more=factors)
-    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--to", "dense"]) == 0
+    # transformers would prefer a tokenizer.json beside it.
+    (tmp_path / "alone").mkdir()
+    write_gguf(tmp_path / "alone" / "model.gguf", theirs, tokenizer_file, keys=keys, more=factors)
+    assert main(["convert", str(tmp_path / "alone"), str(tmp_path / "out"), "--to", "dense"]) == 0
     tokens = torch.arange(60)[None]
     with torch.no_grad():
         logits = load_model(tmp_path / "out")(tokens)
@@ -366,12 +374,15 @@ def test_a_gguf_is_a_folder_like_any_other(qwen2, rope, tmp_path, tokenizer_file
 
 
 @pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
-def test_a_gguf_of_which_something_would_be_lost_is_refused(qwen2, tmp_path, tokenizer_file, capsys):
-    """transformers draws weights that a GGUF lacks, and leaves out those that it does not know."""
+def test_a_gguf_of_which_something_would_be_lost_is_refused(llama, tmp_path, tokenizer_file, capsys):
+    """transformers draws weights that a GGUF lacks, leaves out those that it does not know, and keeps llama.cpp's order
+    where the number of key heads is not given.
+    """
     wrong = {
         "lacks the tensor blk.1.ffn_down.weight; parts of a GGUF are joined first": {
             "left_out": ("blk.1.ffn_down.weight",)
         },
+        "lacks the key llama.attention.head_count_kv": {"left_out": ("head_count_kv",)},
         "cannot read the tensor blk.0.attn_output.bias": {"more": [("blk.0.attn_output.bias", torch.ones(32))]},
         "the rope factors of rope_freqs.weight are not those of a Llama": {
             "more": [("rope_freqs.weight", torch.arange(1.0, 9.0))]
@@ -381,7 +392,7 @@ def test_a_gguf_of_which_something_would_be_lost_is_refused(qwen2, tmp_path, tok
         },
     }
     for message, options in wrong.items():
-        write_gguf(tmp_path / "model.gguf", qwen2(), tokenizer_file, **options)
+        write_gguf(tmp_path / "model.gguf", llama(), tokenizer_file, **options)
         given = ["convert", str(tmp_path / "model.gguf"), str(tmp_path / "out"), "--to", "nsa"]
         assert main(given) == 2
         # Behind the bars of transformers.

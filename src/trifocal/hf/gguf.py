@@ -62,6 +62,9 @@ def _check(file: Path, config: dict[str, Any], read: Collection[str]) -> dict[st
         raise UserError(
             f"{file} lacks the tensor {absent[0]}; parts of a GGUF are joined first: llama-gguf-split --merge"
         )
+    if (key := f"{kind}.attention.head_count_kv") not in reader.fields:
+        # transformers leaves queries and keys in llama.cpp's order then.
+        raise UserError(f"{file} lacks the key {key}; convert the model's safetensors")
     prefix = f"{kind}.rope.scaling."
     given = {key.removeprefix(prefix): reader.fields[key].contents() for key in reader.fields if key.startswith(prefix)}
     given.pop("finetuned", None)
