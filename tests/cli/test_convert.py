@@ -242,6 +242,8 @@ def gguf():
 def test_a_gguf_is_named_or_lies_in_a_folder(gguf, tmp_path, capsys, monkeypatch):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).write_bytes(b"no GGUF")
+    # Some folders of the hub have one that only names the architecture.
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     out = str(tmp_path / "out")
     assert f"has 2 GGUF files; name one of them, such as {tmp_path / 'a.gguf'}" in refused(
         capsys, "convert", str(tmp_path), out, "--to", "selected"

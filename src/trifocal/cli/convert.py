@@ -21,7 +21,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.models.hf_reader import hf_name, is_hf_folder, read_hf_model, read_hf_settings
-from trifocal.models.io import CONFIG_FILE, exported_name
+from trifocal.models.io import exported_name
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import new_model_folder, write_tokenizer
@@ -97,10 +97,10 @@ def check_source(source: Path) -> None:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF that a path means: itself, or the only one in a folder without `config.json`; None: another model."""
+    """The GGUF that a path means: itself, or the only one in a folder without safetensors; None: another model."""
     if path.is_file() and path.suffix == ".gguf":
         return path
-    if not path.is_dir() or (path / CONFIG_FILE).exists():
+    if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:

@@ -199,9 +199,12 @@ def test_flags_go_before_the_weights_where_they_fit(source, tmp_path):
         assert "\n" not in str(caught.value)
         assert not (tmp_path / name / "run").exists()
     (tmp_path / "model.gguf").touch()
+    # Some folders of the hub have one that only names the architecture.
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     for path in (tmp_path, tmp_path / "model.gguf"):
         with pytest.raises(UserError, match=rf"^{path} is a GGUF; convert it first: trifocal convert {path} OUT"):
             load_model(path)
+    (tmp_path / "config.json").unlink()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="adapter has only an adapter; merge it into its model first"):

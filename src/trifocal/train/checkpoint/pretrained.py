@@ -188,6 +188,10 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
     """Find a trained model: a checkpoint, a folder of weights, or of a run its weights, if they have its newest step,
     else its newest checkpoint; or another one by name.
     """
+    # A config.json beside it may only name the architecture.
+    in_folder = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
+    if not is_run(path) and (path.suffix == ".gguf" or in_folder):
+        raise UserError(f"{path} is a GGUF; convert it first: trifocal convert {shell_path(path)} OUT --to dense")
     if (path / MODEL_CONFIG_FILE).is_file():
         if checkpoint:
             raise UserError(f"{path} holds weights and no checkpoints; leave --checkpoint out, or give the run")
@@ -200,8 +204,6 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
         path = path.resolve()
         found = find_checkpoint(path.parent, path.name, optimizer=False)
         return Pretrained(found, run_of(path.parent.parent))
-    if not is_run(path) and (path.suffix == ".gguf" or any(path.glob("*.gguf"))):
-        raise UserError(f"{path} is a GGUF; convert it first: trifocal convert {shell_path(path)} OUT --to dense")
     if (path / "adapter_config.json").is_file():
         raise UserError(f"{path} has only an adapter; merge it into its model first (PEFT: merge_and_unload)")
     config, weights, checkpoints = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
