@@ -54,7 +54,7 @@ def _check(file: Path, config: dict[str, Any], read: Collection[str]) -> dict[st
     reader, kind = gguf.GGUFReader(file), config["model_type"]
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    expected = {names.get_name(name, (".weight", ".bias")) for name in read}
+    expected = {names.get_name(name, (".weight", ".bias")) or name for name in read}
     stored = {tensor.name: tensor for tensor in reader.tensors}
     if unknown := sorted(stored.keys() - expected - {_ROPE_FACTORS}):
         raise UserError(f"{file}: transformers cannot read the tensor {unknown[0]}; convert the model's safetensors")
