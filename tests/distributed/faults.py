@@ -226,6 +226,11 @@ def full():
     checkpoint_module._write = write
 
 
+def another_disk():
+    """Each rank has a disk of its own: relative paths lead to other files."""
+    os.chdir(Path(os.environ["FAULT_FILE"]).with_name(f"disk{RANK}"))
+
+
 def quick_stalls(minimum_seconds):
     """A phase may count as stalled this soon, not after minutes."""
     run_logger.Heartbeat = functools.partial(run_logger.Heartbeat, minimum_stall_seconds=minimum_seconds)

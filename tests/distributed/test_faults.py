@@ -14,7 +14,7 @@ import pytest
 from tests import warm
 from tests.children import ROOT, environment, free_port, wait_for_end
 from tests.distributed.workers import train
-from tests.train.tiny import write_config
+from tests.train.tiny import write_config, write_documents
 from tests.written_runs import wait_for
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
@@ -172,6 +172,23 @@ def test_another_config_is_refused(case):
         assert "train.steps is 6 in rank 0 and 7 in rank 1" in end.error
     assert not case.run.exists()
     assert train_here(load_config(case.config, QUICK)).finished
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--data.source", "text:text"), r"differently: text:text: the files .* is '\w+' in rank 0"),
+        (("--run.directory", "run"), "run.directory run is not the same folder in rank 1 as in rank 0"),
+    ],
+)
+def test_a_disk_that_the_ranks_do_not_share_is_refused(case, flags, says):
+    """Rows would be of other texts, and each rank would have a part of the checkpoint."""
+    for rank in (0, 1):
+        write_documents(case.folder / f"disk{rank}" / "text", 24 - rank)
+    ended = case.start("another_disk", *flags).join()
+    assert [end.status for end in ended] == [2, 2], ended
+    assert all(re.search(says, end.error) for end in ended), ended
+    assert not case.run.exists() and not (case.folder / "disk0" / "run").exists()
 
 
 def test_a_killed_rank_stops_the_others_and_is_named(case):

@@ -2,7 +2,7 @@
 
 import platform
 import shutil
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
+from trifocal.data import Tokenizer
 from trifocal.distributed.processes import DistributedContext, processes_started
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
@@ -20,7 +21,7 @@ from trifocal.train.config.check import choose_device, preflight
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_literal
 from trifocal.train.loop import BeforeStep, TrainResult, run_training
-from trifocal.train.run_folder import RunLock, create_run_directory, load_run, open_run_directory, run_of
+from trifocal.train.run_folder import RunLock, create_run_directory, load_run, open_run_directory, read_mark, run_of
 from trifocal.train.setup import TrainSetup
 from trifocal.train.step.schedule import last_stable_step, learning_rate
 
@@ -32,11 +33,41 @@ def check_same_start(processes: DistributedContext, config: RunConfig, **further
     starts = processes.gather(mine)
     for rank, other in enumerate(starts):
         for name, value in starts[0].items():
-            if other[name] != value:
+            if other.get(name) != value:
                 raise UserError(
-                    f"the processes were started differently: {name} is {value!r} in rank 0 and {other[name]!r} in "
-                    f"rank {rank}; start all of them with the same command and the same code"
+                    f"the processes were started differently: {name} is {value!r} in rank 0 and {other.get(name)!r} in "
+                    f"rank {rank}; start all of them with the same command, the same code and the same data"
                 )
+
+
+def make_setup(
+    config: RunConfig, directory: Path, processes: DistributedContext, tokenizer: Tokenizer, *, begins: bool = True
+) -> TrainSetup:
+    """The parts of a run, as of `TrainSetup`; other data in another process are refused as in `check_same_start`."""
+    setup = TrainSetup(config, directory, processes, tokenizer, begins=begins)
+    sources = setup.loader.state_dict()["sources"]
+    data = {f"{one['source']}: {name}": value for one in sources for name, value in one["settings"].items()}
+    check_same_start(processes, setup.config, **data)
+    return setup
+
+
+def check_same_folder(processes: DistributedContext, directory: Path) -> None:
+    """Refuse the folder of a run that is another one in some process, or none: a checkpoint there would have holes.
+
+    Rank 0 has made it. UserError in every process.
+    """
+    mark = ""
+    with suppress(OSError):
+        # A network file system may remember that there was no folder; making one asks its server.
+        directory.mkdir(parents=True, exist_ok=True)
+        mark = read_mark(directory)
+    marks = processes.gather(mark)
+    for rank, other in enumerate(marks):
+        if other != marks[0]:
+            raise UserError(
+                f"run.directory {directory} is not the same folder in rank {rank} as in rank 0, and all processes "
+                "write into it; name one on a file system that their machines share"
+            )
 
 
 def _same_command(config: RunConfig, directory: Path) -> bool:
@@ -92,9 +123,10 @@ def train(config: RunConfig, *, overwrite: bool = False, before_step: BeforeStep
             overwrite = True
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed.
-        setup = TrainSetup(config, directory, processes, tokenizer)
+        setup = make_setup(config, directory, processes, tokenizer)
         processes.run_on_rank0(lambda: create_run_directory(setup.config, lock, overwrite=overwrite))
         try:
+            check_same_folder(processes, directory)
             return run_training(setup, notes, None, before_step)
         except (UserError, OSError, KeyboardInterrupt, torch.OutOfMemoryError):
             if setup.state.step == 0 and lock.holds(directory):
@@ -181,7 +213,7 @@ def _resume(
                 "checkpoint has the state of one optimizer, for what it trains; begin a new run with its weights "
                 f"(--model.from {shell_path(directory)} --run.directory NEW)"
             )
-    setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
+    setup = make_setup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes]
     stable = _stable_checkpoint(directory, saved)
     if found.name > stable.name and stable.is_dir() and config.train.steps > saved.train.steps:
