@@ -72,6 +72,20 @@ def test_layers_share_what_is_compiled(make_model, monkeypatch, options, checkpo
     assert counters["stats"]["unique_graphs"] == 2 * (tables + kinds + 1), "passes without gradients are eager"
 
 
+def test_frozen_layers_that_are_checkpointed_compile(make_model, monkeypatch):
+    """As where only an index learns, and some layers are dense: in these nothing has a gradient."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model = make_model(num_layers=1, attention="dense", value_dim=8).requires_grad_(False)
+    model.head.requires_grad_()
+    model.set_activation_checkpointing(0, 1)
+    tokens, found = torch.randint(31, (2, 30)), []
+    for _ in range(2):
+        found.append(torch.autograd.grad(model(tokens, tokens), model.head.weight))
+        model.compile_training()
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
 def test_a_copy_of_a_compiled_model_compiles_its_own(make_model, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -109,7 +109,10 @@ def train_block(
     """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
     if not torch.is_grad_enabled():
         return forward(x, **given)
-    return run(checkpointed, forward, x, **given)
+    block: nn.Module = forward.__self__  # type: ignore[attr-defined]
+    # A layer that is frozen, and all before it, keeps nothing; the compiler refuses to checkpoint its dense attention.
+    kept = x.requires_grad or any(parameter.requires_grad for parameter in block.parameters())
+    return run(checkpointed and kept, forward, x, **given)
 
 
 def run_block(checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **given: Any) -> Tensor:
