@@ -14,6 +14,7 @@ from tests.distributed.workers import Workers
 from trifocal.distributed import parallel
 from trifocal.distributed.parallel import choose_mode, parallelize
 from trifocal.distributed.processes import DistributedContext, processes_started
+from trifocal.distributed.rendezvous import places_here
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
@@ -150,6 +151,31 @@ def test_values_of_all_processes_come_in_the_order_of_ranks(tmp_path):
     # Some launchers name no place on the machine.
     ended = Workers([["-c", GATHER]] * 3, tmp_path, LOCAL_RANK="", LOCAL_WORLD_SIZE="").join(60)
     assert [end.status for end in ended] == [0, 0, 0], [end.error for end in ended]
+
+
+TWICE = """
+import torch
+from trifocal.distributed.parallel import parallelize
+from trifocal.distributed.processes import processes_started
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import small_config
+from trifocal.train.step.optimizer import gradient_norm
+for context in (2, 1):
+    with processes_started(torch.device("cpu")) as processes:
+        model = DecoderLM(small_config())
+        parallelize(model, processes, "hsdp", shards=2, context=context)
+        tokens = torch.arange(16)[None]
+        model(tokens, tokens).backward()
+        assert gradient_norm(model.parameters()) > 0
+"""
+
+
+def test_a_process_may_train_twice(tmp_path):
+    """By one store, as torchrun keeps it; the second time with other groups."""
+    _store, [place, _] = places_here(2)
+    common = {name: value for name, value in place.items() if "RANK" not in name}
+    ended = Workers([["-c", TWICE]] * 2, tmp_path, **common).join(60)
+    assert [end.status for end in ended] == [0, 0], ended
 
 
 def test_what_shares_a_sequence_or_the_model_must_divide_the_processes():

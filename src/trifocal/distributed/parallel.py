@@ -260,6 +260,8 @@ def parallelize(
     `repeatable`, ddp exchanges each gradient by itself, and with a static graph in every micro-batch, so that a resumed
     run rounds like an uninterrupted one; other modes always do.
     """
+    # Before the groups of rows: PyTorch keeps meshes, with the names of their groups, for later trainings of a process.
+    mesh = _mesh(processes, mode, shards) if mode in ("fsdp", "hsdp") else None
     if context > 1:
         if processes.size % context:
             raise UserError(f"parallel.context {context} does not divide the {processes.size} processes")
@@ -284,7 +286,7 @@ def parallelize(
         # Python's lock while it waits for a thread of gloo, which may wait for the lock to free a tensor.
         module.process_group = module.__dict__.pop("process_group")
         return Parallel(module, mode, processes.size, watch, repeatable=repeatable)
-    options: dict[str, Any] = {"mesh": _mesh(processes, mode, shards)}
+    options: dict[str, Any] = {"mesh": mesh}
     if precision == "bf16":
         # The residual stream stays fp32: no cast at the input of a block, and the embedding returns fp32.
         options["mp_policy"] = MixedPrecisionPolicy(
