@@ -199,6 +199,16 @@ def write_picture(directory, step, layers):
     picture.save(directory / "attention" / f"step_{step:08}.npz")
 
 
+class Attack:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
 @pytest.fixture
 def make_run(tmp_path):
     """Writes a run directory of this name under the test's own folder."""

@@ -4,6 +4,7 @@
 beside the run's folder when they strike, so that a test knows when.
 """
 
+import builtins
 import contextlib
 import errno
 import functools
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from tests.train import tiny
 from trifocal.cli import main
 from trifocal.data.sources.text import TextSource
 from trifocal.distributed import peers
@@ -23,7 +25,6 @@ from trifocal.train import run_logger, validation_loss
 from trifocal.train import setup as train_setup
 from trifocal.train.checkpoint import save_load as checkpoint_module
 from trifocal.train.step import cuda_graphs
-from trifocal.train.step.step import TrainStep
 
 RANK = int(os.environ.get("RANK", "0"))
 STEP = 3
@@ -35,24 +36,18 @@ def mark():
 
 
 def before_step(action):
-    """Call `action(step)` before each training step."""
-    original = TrainStep.run
-
-    def wrapped(self, step, *args, **kwargs):
-        action(step)
-        return original(self, step, *args, **kwargs)
-
-    TrainStep.run = wrapped
+    """Call `action(step, parts)` before each training step of this process."""
+    tiny.before_step(builtins, action)
 
 
 def at_step(action, step=STEP):
     """Call `action()` before one step of rank 1."""
-    before_step(lambda number: action() if number == step and RANK == 1 else None)
+    before_step(lambda number, _: action() if number == step and RANK == 1 else None)
 
 
 def wait_at_step():
     """Every rank waits before step 3 until the test lets it continue, so that a signal meets a known step."""
-    before_step(lambda step: _pause() if step == STEP else None)
+    before_step(lambda step, _: _pause() if step == STEP else None)
 
 
 def _pause():
@@ -120,7 +115,7 @@ def nan():
     """The gradient of one matrix is NaN, in one step."""
     original = SwiGLU.forward
     now = [0]
-    before_step(lambda step: now.__setitem__(0, step))
+    before_step(lambda step, _: now.__setitem__(0, step))
 
     def forward(self, x):
         if now[0] == STEP and RANK == 1:
@@ -143,27 +138,9 @@ def compiled():
     torch.compile = functools.partial(torch.compile, backend=compiler)
 
 
-class _EagerRecorder:
-    memory_bytes = 0
-
-    def __init__(self, device):
-        pass
-
-    def warm_up(self, work):
-        return work()
-
-    def record(self, work):
-        results = []
-
-        def replay():
-            results[:] = work()
-
-        return replay, results
-
-
 def graphs():
     """No fault: recordings are repetitions, so that everything around them runs on a CPU."""
-    cuda_graphs.GraphRecorder = _EagerRecorder
+    cuda_graphs.GraphRecorder = tiny.Repeater
     torch.Tensor.pin_memory = lambda self: self
     original = train_setup.parallelize
     train_setup.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
@@ -240,7 +217,6 @@ def endless_hook():
     """A backward hook of one parameter that never returns."""
     quick_stalls(2.0)
     now = [0]
-    original = TrainStep.run
 
     def endless(parameter):
         if now[0] == STEP:
@@ -248,14 +224,12 @@ def endless_hook():
         while now[0] == STEP:
             time.sleep(0.001)
 
-    def wrapped(self, step, *args, **kwargs):
+    def action(step, parts):
         if RANK == 1 and step == 1:
-            parameters = list(self.loss_function.parameters())
-            parameters[0].register_post_accumulate_grad_hook(endless)
+            next(parts["loss_function"].parameters()).register_post_accumulate_grad_hook(endless)
         now[0] = step
-        return original(self, step, *args, **kwargs)
 
-    TrainStep.run = wrapped
+    before_step(action)
 
 
 def full_disk():
@@ -263,7 +237,7 @@ def full_disk():
     quick_stalls(0.5)
     filler = Path(os.environ["RUN"]) / "filler"
 
-    def action(step):
+    def action(step, _):
         if step == STEP:
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
                 while file.write(b"0" * 4096):

@@ -2,13 +2,13 @@
 
 import contextlib
 import functools
-import os
 
 import numpy as np
 import pytest
 import torch
 
 from tests.telemetry.test_telemetry import GEOMETRY, LENGTH, model_of
+from tests.written_runs import Attack
 from trifocal.errors import UserError
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry
@@ -80,16 +80,6 @@ def test_a_damaged_file_is_named(tmp_path):
         path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
         with contextlib.suppress(UserError):
             read_picture(path)
-
-
-class Attack:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
 
 
 def test_a_pickle_in_a_picture_is_not_loaded(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.written_runs import Attack
 from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -211,16 +212,6 @@ def test_keeps_the_last_ones_and_every_mth(tmp_path):
     (tmp_path / "partial_step_00000022").mkdir()
     delete_later_checkpoints(checkpoint_path(tmp_path, 16))
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000016"]
-
-
-class Attack:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.mark.parametrize("kind", ["pickle", "cut", "another shape", "absent"])

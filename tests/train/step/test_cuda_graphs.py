@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.attentions import ATTENTIONS, flags
 from tests.train.step.test_step import CPU, read_batches
-from tests.train.tiny import make_config
+from tests.train.tiny import Repeater, make_config
 from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.train import train
@@ -23,32 +23,6 @@ from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.micro_batch import model_inputs
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import TrainStep
-
-
-class Repeater:
-    """In place of `GraphRecorder`: a replay repeats the work and overwrites the first result, as a recording would."""
-
-    recordings = 0
-    passes = 0
-    memory_bytes = 0
-
-    def __init__(self, device):
-        assert device == CPU
-
-    def warm_up(self, work):
-        """One pass."""
-        Repeater.passes += 1
-        return work()
-
-    def record(self, work):
-        """A recording does nothing yet."""
-        Repeater.recordings += 1
-        results = []
-
-        def replay():
-            results[:] = self.warm_up(work)
-
-        return replay, results
 
 
 @pytest.fixture(autouse=True)
