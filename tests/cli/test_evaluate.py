@@ -166,9 +166,7 @@ def test_no_head_is_cut_off_in_a_terminal_of_any_width(width):
     assert "…" not in console.file.getvalue()
 
 
-def test_a_folder_without_a_run_and_broken_weights_are_refused(run, tmp_path, capsys):
-    assert "no run" in refused(capsys, "evaluate", str(tmp_path / "nothing"))
-    assert "missing argument: RUN_DIR" in refused(capsys, "evaluate")
+def test_broken_weights_are_refused(run, tmp_path, capsys):
     weights = shutil.copytree(run / "weights", tmp_path / "weights")
     tensors = {
         name: torch.full_like(value, torch.nan) for name, value in load_file(weights / "model.safetensors").items()

@@ -57,11 +57,6 @@ def test_command_on_a_broken_machine(tmp_path, monkeypatch):
     assert any(sentence.startswith("disk: ") for sentence in found["broken"])
 
 
-def test_config_that_is_not_there(capsys):
-    assert main(["doctor", "nowhere.toml"]) == 2
-    assert "nowhere.toml" in capsys.readouterr().err
-
-
 @needs_gpu
 def test_a_healthy_gpu(tmp_path):
     config = load_config("m7c_125m", {"data.source": "builtin"})

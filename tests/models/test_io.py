@@ -27,36 +27,8 @@ def test_files_of_an_earlier_model_do_not_stay(make_config, tmp_path):
             assert torch.equal(load(str(tmp_path)).embedding.weight, model.embedding.weight)
 
 
-def test_first_wrong_tensor_is_named(make_config, tmp_path):
-    def refusal(**changes):
-        save_weights(DecoderLM(make_config()), tmp_path)
-        other = tmp_path / "other"
-        save_weights(DecoderLM(make_config(**changes)), other)
-        (other / "config.json").replace(tmp_path / "config.json")
-        with pytest.raises(UserError) as caught:
-            load_model(tmp_path)
-        return str(caught.value)
-
-    assert "lacks the tensor model.blocks.2.attention_norm.weight" in refusal(num_layers=3)
-    assert "does not know: model.blocks.1.attention.gate.proj.bias" in refusal(num_layers=1)
-    message = refusal(mlp_dim=41)
-    assert "tensor model.blocks.0.mlp.gate_proj.weight has the shape [40, 24]" in message
-    assert "makes it [41, 24]" in message
-
-
-def test_missing_and_broken_files_are_named(make_config, tmp_path):
+def test_a_configuration_that_is_missing_or_of_another_kind_is_named(tmp_path):
     with pytest.raises(UserError, match="there is no run at"):
-        load_model(tmp_path)
-    save_weights(DecoderLM(make_config()), tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model\.safetensors is not a whole safetensors file"):
-        load_model(tmp_path)
-    weights.unlink()
-    with pytest.raises(UserError, match=r"has no safetensors: neither model\.safetensors nor"):
-        load_model(tmp_path)
-    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(UserError, match="must hold one JSON object, got list"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "trifocal"}', encoding="utf-8")
     with pytest.raises(UserError, match='lacks the table "model"'):

@@ -205,19 +205,6 @@ def test_every_chooser_is_measured(attention):
     assert all(0 < recall < 1 for recall in recalls["compressed"] + recalls["index"])
 
 
-def test_a_model_gives_a_row_for_each_layer():
-    model = model_of()
-    rows = AttentionTelemetry(model).measure(torch.arange(2 * LENGTH).view(2, LENGTH) % 64)
-    assert [row["layer"] for row in rows] == [0, 1, 2]
-    for row in rows:
-        assert sum(row["selected_distance_shares"]) == pytest.approx(1, abs=1e-3)
-        assert row["gate_mean_slc"] == pytest.approx(0.5, abs=0.1)
-        assert 0 < row["recall_by_chance"] < 1 and 0 < row["choice_recall"] <= 1
-        assert sum(row["held_mass_by_distance"]) == pytest.approx(row["choice_recall"], abs=1e-3)
-        # Queries in the first three blocks have at most three candidates.
-        assert row["fewer_than_n_share"] == pytest.approx(24 / LENGTH, abs=1e-4)
-
-
 def test_measuring_leaves_the_model_and_its_training_as_they_were():
     tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
     model, twin = model_of(), model_of()
