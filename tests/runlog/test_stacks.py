@@ -1,8 +1,7 @@
-"""Stacks on a signal, when the process dies, and in one line."""
+"""Stacks when the process dies, and in one line."""
 
 import gc
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -16,34 +15,11 @@ from rich.console import Console
 from tests import warm
 from tests.children import environment, wait_for_end
 from tests.train.tiny import write_config
-from tests.written_runs import wait_for
 from trifocal.report.live_view import render
 from trifocal.report.summary import summarise
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.watchdog import StackDump, Watchdog
-
-
-def wait_here(started, stop):
-    started.set()
-    stop.wait()
-
-
-def test_a_signal_writes_every_threads_stack_and_the_run_continues(tmp_path):
-    started, stop = threading.Event(), threading.Event()
-    other = threading.Thread(target=wait_here, args=(started, stop))
-    other.start()
-    started.wait()
-    dump = StackDump(tmp_path / "dumps", rank=2)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    # Faulthandler writes it line by line.
-    wait_for(lambda: "wait_here" in dump.path.read_text() and "most recent call first" in dump.path.read_text())
-    text = dump.path.read_text()
-    dump.close()
-    stop.set()
-    other.join()
-    assert dump.path.name == "stacks_rank2.txt"
-    assert "test_a_signal_writes_every_threads_stack" in text and "wait_here" in text
+from trifocal.runlog.stalls.watchdog import Watchdog
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.stalls.watchdog import Watchdog
 
 
-def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path):
-    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05)
+def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck_and_continues(tmp_path):
+    heartbeat = Heartbeat(tmp_path / "heartbeat", rank=2, interval_seconds=0.05)
     rows = []
     with heartbeat, Watchdog(heartbeat, tmp_path):
         heartbeat.observers.append(rows.append)
@@ -24,7 +24,9 @@ def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path):
     (summary,) = tmp_path.glob("dumps/asked_*/summary.md")
     text = summary.read_text()
     assert "Nothing is stuck: every rank is making progress." in text
-    assert "- Rank 0 was in data for 0:00 (usually " in text
+    assert "- Rank 2 was in data for 0:00 (usually " in text
+    stacks = (tmp_path / "dumps" / "stacks_rank2.txt").read_text()
+    assert "test_a_healthy_run_that_is_asked" in stacks and "heartbeat.py" in stacks, "of every thread"
 
 
 def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path):
