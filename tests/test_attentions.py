@@ -11,7 +11,6 @@ import torch
 
 from tests.attentions import ATTENTIONS
 from tests.distributed import context_worker
-from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.models import DecoderLM
@@ -19,7 +18,6 @@ from trifocal.models.conversion import convert_tensors, converted_config
 from trifocal.report.picture import picture_card
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 from trifocal.testing.small_models import make_model, random_tokens, small_config
-from trifocal.train.checkpoint.export import export_folder
 
 CPU = torch.device("cpu")
 NEW = 12
@@ -135,23 +133,6 @@ def test_conversion(attention):
     tokens = random_tokens((1, 70), 64, CPU)
     if target != "nsa":
         torch.testing.assert_close(after(tokens), before(tokens), rtol=0, atol=1e-9)
-
-
-@each
-@torch.no_grad()
-def test_export_and_transformers(attention, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    import trifocal.hf  # noqa: F401
-
-    config = replace(model_of(attention).config, vocab_size=257)
-    decoder = make_model(config, CPU, torch.float64)
-    export_folder(decoder, make_tokenizer("bytes"), tmp_path / "exported", sequence_length=128)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float64)
-    assert tuple(model.config.model["layer_types"]) == config.layer_types
-    tokens = torch.tensor([prompts()[0]])
-    torch.testing.assert_close(model(tokens).logits, decoder(tokens), rtol=0, atol=1e-11)
-    generate = functools.partial(model.generate, tokens, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
-    assert torch.equal(generate(), generate(use_cache=False))
 
 
 def test_rows_in_other_files_have_every_column():

@@ -6,22 +6,14 @@ import transformers
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from tests.attentions import OPTIONS
 from tests.hf.test_modeling import padded
 from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
-from trifocal.nn import RopeScaling
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 # transformers 5.24 has another name for it.
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
-KINDS = [
-    {},
-    {"compressor": "mlp", "shared_kv": True, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
-    {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    {"layer_types": ("dense", "nsa"), "unrotated_layers": (1,)},
-    {"chooser": "index", "layer_types": ("selected", "nsa"), "unrotated_layers": (1,)},
-    {"layer_types": ("dense", "nsa"), "norm_after": True, "qk_norm": True, "qk_norm_all_heads": True},
-]
 NEW = 8
 
 
@@ -43,7 +35,7 @@ def generate(model, tokens, mask=None, **options):
     return model.generate(tokens, attention_mask=mask, **options)[:, tokens.shape[1] :]
 
 
-@pytest.mark.parametrize("options", KINDS, ids=lambda options: " ".join(options) or "plain")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
 def test_a_cache_changes_nothing(options, rows):
     model = model_of(**options)
@@ -76,7 +68,7 @@ def test_a_cache_sees_what_a_hook_makes_of_a_learned_compressor(rows):
     assert torch.equal(hooked, generate(model, tokens, use_cache=False)) and not torch.equal(hooked, new)
 
 
-@pytest.mark.parametrize("options", [KINDS[1], KINDS[2], KINDS[4]], ids=" ".join)
+@pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[5], OPTIONS[6]], ids=str)
 @torch.no_grad()
 def test_a_pass_that_fails_leaves_the_cache_as_it_was(options, monkeypatch):
     """Behind the last layer, with more tokens than the rings hold."""

@@ -7,11 +7,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.attentions import TRAINED_OPTIONS
 from trifocal import load_model
 from trifocal.errors import UserError
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
 from trifocal.models import DecoderLM, save_weights
-from trifocal.nn import RopeScaling
 from trifocal.nn.chooser import first_index
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
@@ -33,22 +33,7 @@ def padded(rows, side, more=0):
     return tokens, mask
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {
-            "tie_embeddings": True,
-            "layer_types": ("nsa", "dense"),
-            "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
-            **dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True),
-        },
-        {"compressor": "mlp", "shared_kv": True, "selection": "random"},
-        {"chooser": "index", "layer_types": ("nsa", "selected")},
-        {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    ],
-    ids=lambda options: " ".join(options) or "plain",
-)
+@pytest.mark.parametrize("options", TRAINED_OPTIONS, ids=str)
 def test_the_same_bits_there_and_back(options, tmp_path):
     decoder = make_model(small_config(**options), CPU).eval()
     model = TrifocalForCausalLM.from_decoder(decoder)

@@ -10,33 +10,16 @@ from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.attentions import OPTIONS
 from trifocal.errors import UserError
 from trifocal.inference import cached_attention, cached_model, prompts
 from trifocal.inference.cached_model import CachedModel, OutOfRows
 from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, plan_cache
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.prefill import Chunk
-from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry, nsa_attention
 from trifocal.train import load_config
 
-OPTIONS = [
-    {},
-    {"compressor": "mlp"},
-    {"shared_kv": True},
-    {"attention": "dense"},
-    {"chooser": "index", "compressor": "mlp"},
-    {"chooser": "index", "attention": "selected", "unrotated_layers": (1,)},
-    {
-        "layer_types": ("window", "selected"), "sliding_window": 11,
-        "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),
-        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
-    },
-    {
-        "layer_types": ("window", "nsa"), **dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True),
-        "rope_scaling": RopeScaling(rope_type="linear", factor=4.0), "unscaled_layers": (0,),
-    },
-]  # fmt: skip
 # l, d, l', n, first, last, w: blocks that do not overlap with a window of one; a window wider than everything; no
 # forced last block.
 GEOMETRIES = [

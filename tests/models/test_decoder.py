@@ -6,33 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.attentions import TRAINED_OPTIONS
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
-from trifocal.nn import RopeScaling
 from trifocal.nn.chooser import first_index
 
-YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=12, attention_factor=1.2)
-OPTIONS = [
-    {"compressor": "mlp"},
-    {"shared_kv": True, "tie_embeddings": True},
-    {"attention": "dense"},
-    {
-        "layer_types": ("window", "selected"),
-        "sliding_window": 5,
-        "qk_norm": True,
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
-    },
-    {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": YARN, "unrotated_layers": (0,)},
-    {
-        "norm_after": True,
-        "qk_norm": True,
-        "qk_norm_all_heads": True,
-        "chooser": "index",
-        "layer_types": ("nsa", "selected"),
-    },
-]
 LENGTHS = [3, 1, 4, 21, 1, 9]
 
 
@@ -123,7 +100,7 @@ def test_a_model_without_weights_computes_nothing(make_config):
     assert computed == {"empty", "ones", "uniform_", "zero_"}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", TRAINED_OPTIONS, ids=str)
 def test_packed_documents_equal_separate_ones(make_model, options):
     model = make_model(**options)
     torch.manual_seed(0)
@@ -141,7 +118,7 @@ def test_packed_documents_equal_separate_ones(make_model, options):
         torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", TRAINED_OPTIONS, ids=str)
 def test_autocast_keeps_weights_gradients_and_loss_in_fp32(make_model, options):
     exact = make_model(**options)
     model = make_model(**options).float()
@@ -175,7 +152,7 @@ def test_wrong_arguments_are_refused(make_model):
         model.set_activation_checkpointing(1, 3)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", TRAINED_OPTIONS, ids=str)
 def test_runs_on_the_meta_device(make_config, options):
     """Shapes of everything without memory, as for planning: logits, loss, gradients, packed documents."""
     with torch.device("meta"):
