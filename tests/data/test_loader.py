@@ -13,7 +13,6 @@ import torch
 from tests.data import loaders
 from tests.data.loaders import same, take
 from trifocal.data import DataConfig, Loader, make_tokenizer, prefetch
-from trifocal.data.loader import merge_states
 from trifocal.data.prefetch import Activity
 from trifocal.data.reader import make_source
 from trifocal.data.sources.base import BadDocuments
@@ -55,32 +54,6 @@ def test_a_running_loader_can_be_set_back(source, uninterrupted):
         take(loader, 9)
         loader.load_state_dict(start)
         assert all(map(same, take(loader, 9), uninterrupted))
-
-
-@pytest.mark.parametrize(("world_size", "streams"), [(2, 1), (4, 3), (4, 4)])
-def test_processes_share_what_one_would_see(source, world_size, streams):
-    """With 4 streams each process reads its own, with 1 and 3 those of others too: the rows are the same."""
-    with open_loader(source, batch_size=2 * world_size, streams=streams) as loader:
-        whole = take(loader, 20)
-        state = loader.state_dict()
-    states = []
-    for rank in range(world_size):
-        with open_loader(source, rank=rank, world_size=world_size, streams=streams) as loader:
-            for batch, global_batch in zip(take(loader, 20), whole, strict=True):
-                rows = slice(rank, None, world_size)
-                assert torch.equal(batch.tokens, global_batch.tokens[rows])
-                assert torch.equal(batch.targets, global_batch.targets[rows])
-                assert batch.sample_index == global_batch.sample_index + rank
-                assert min(batch.epochs) == min(global_batch.epochs) or streams > 1
-            states.append(loader.state_dict())
-    assert merge_states(states) == state
-    # On from there, in another number of processes.
-    with open_loader(source, batch_size=2, streams=streams) as loader:
-        loader.load_state_dict(json.loads(json.dumps(merge_states(states))))
-        mine = take(loader, 3)
-    with open_loader(source, batch_size=6, streams=streams) as loader:
-        loader.load_state_dict(state)
-        assert torch.equal(torch.cat([batch.tokens for batch in mine]), next(loader).tokens)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

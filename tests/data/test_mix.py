@@ -88,9 +88,11 @@ def test_a_source_gives_the_rows_that_it_gives_without_the_others(sources):
                 assert mixed.epochs[number] == single.epochs[0]
 
 
-@pytest.mark.parametrize(("streams", "world_size"), [(1, 3), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("streams", "world_size"), [(1, 3), (2, 3), (4, 2)])
 def test_processes_share_what_one_would_see_and_continue_in_any_number(sources, streams, world_size):
-    """The weights change on the way, too, and a position may lie within a round of the streams."""
+    """The weights change on the way, too, and a position may lie within a round of the streams. With 4 streams each
+    process reads its own, with 1 and 2 those of others too.
+    """
     settings = {"streams": streams, "weights_after": (0.0, 1.0, 3.0), "change_row": 60}
     with open_mix(sources, batch_size=world_size, **settings) as loader:
         whole = take(loader, 60 // world_size + 20)
@@ -100,9 +102,13 @@ def test_processes_share_what_one_would_see_and_continue_in_any_number(sources, 
             with open_mix(sources, rank=rank, world_size=world_size, **settings) as loader:
                 for batch, global_batch in zip(take(loader, batches), whole, strict=False):
                     assert torch.equal(batch.tokens, global_batch.tokens[rank : rank + 1])
+                    assert torch.equal(batch.targets, global_batch.targets[rank : rank + 1])
+                    assert batch.sample_index == global_batch.sample_index + rank
                 states.append(loader.state_dict())
         state = json.loads(json.dumps(merge_states(states)))
         with open_mix(sources, batch_size=world_size, **settings) as loader:
+            take(loader, batches)
+            assert loader.state_dict() == merge_states(states)
             loader.load_state_dict(state)
             for batch, expected in zip(take(loader, 15), whole[batches:], strict=False):
                 assert torch.equal(batch.tokens, expected.tokens) and torch.equal(batch.targets, expected.targets)
