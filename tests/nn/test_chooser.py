@@ -13,28 +13,23 @@ from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Geometry
 from trifocal.ops.choice_loss import Sample
 
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 8}
+SIZES = {"geometry": Geometry(4, 2, 8, 3, 1, 1, 8), "dim": 16, **HEADS}
+TOKENS = torch.arange(33, 64, 5)[None]
+SAMPLE = Sample(TOKENS, torch.zeros_like(TOKENS), torch.ones_like(TOKENS, dtype=torch.bool))
+
 
 def test_a_layer_without_an_index_has_nothing_to_teach():
-    layer = NSAttention(
-        geometry=Geometry(4, 2, 8, 3, 1, 1, 8), dim=16, num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8
-    )
-    tokens = torch.arange(33, 64, 5)[None]
-    sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
     with pytest.raises(ValueError, match='teaches an index, but the chooser is "compressed"'):
-        layer(torch.randn(1, 64, 16), choice_sample=(sample,))
+        NSAttention(**SIZES)(torch.randn(1, 64, 16), choice_sample=(SAMPLE,))
 
 
 @pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])
 def test_an_index_is_taught_alone_and_by_its_sample_alone(kind):
     torch.manual_seed(0)
-    layer = kind(
-        geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", backend="reference", dim=16,
-        num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8,
-    ).double()  # fmt: skip
-    tokens = torch.arange(33, 64, 5)[None]
-    sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
+    layer = kind(**SIZES, chooser="index", backend="reference").double()
     x = torch.randn(1, 64, 16, dtype=torch.float64, requires_grad=True)
-    o, figures = layer(x, choice_sample=(sample,))
+    o, figures = layer(x, choice_sample=(SAMPLE,))
     index = {f"index.{name}" for name, _ in layer.index.named_parameters()}
     figures[0].backward(retain_graph=True)
     taught = {name for name, one in layer.named_parameters() if one.grad is not None and one.grad.any()}
@@ -53,10 +48,7 @@ def test_an_index_is_taught_alone_and_by_its_sample_alone(kind):
 def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
     """Whatever its output is used for, and checkpointed, from the same queries; its recall rises."""
     torch.manual_seed(0)
-    layer = SelectedAttention(
-        geometry=Geometry(4, 2, 8, 3, 1, 1, 8), chooser="index", backend="reference", dim=16,
-        num_heads=4, num_kv_heads=2, head_dim=8, value_dim=8,
-    ).double()  # fmt: skip
+    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
     layer.choice_loss_stretch = 1
     x = 3 * torch.randn(2, 64, 16, dtype=torch.float64)
     found = []
