@@ -5,15 +5,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.devices import NEEDS_GPU
+from tests.devices import QUIET_GPU
 from trifocal.hf import TrifocalForCausalLM
 from trifocal.testing.small_models import make_model, minimal_config
 
-pytestmark = [
-    *NEEDS_GPU,
-    # From the compiler itself, and from the mode that finds waits.
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = list(QUIET_GPU)
 
 LENGTHS = [130, 1, 700, 57, 300]
 

@@ -5,16 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.devices import NEEDS_GPU
+from tests.devices import QUIET_GPU
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents, Geometry
 from trifocal.testing.small_models import make_model, random_tokens
 
-pytestmark = [
-    *NEEDS_GPU,
-    # Of the compiler itself, and of the mode that finds waits.
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = list(QUIET_GPU)
 
 CUDA = torch.device("cuda")
 # Heads as in the production model; sequences have more blocks than are selected.

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tests.devices import NEEDS_GPU
+from tests.devices import QUIET_GPU
 from tests.models.conftest import gpu_model
 from trifocal.data import Batch
 from trifocal.runlog.heartbeat import Heartbeat
@@ -14,11 +14,7 @@ from trifocal.train.step.cuda_graphs import MicroBatchGraphs
 from trifocal.train.step.optimizer import make_optimizer
 from trifocal.train.step.step import TrainStep
 
-pytestmark = [
-    *NEEDS_GPU,
-    # PyTorch's own tracer warns about its own calls.
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = list(QUIET_GPU)
 
 GPU = torch.device("cuda")
 LENGTH = 1088
