@@ -8,7 +8,6 @@ def make_quick():
     _check_no_overflow()
     _replace_the_language_once_a_helper()
     _describe_types_once()
-    _leave_equal_types_alone()
 
 
 def _check_no_overflow():
@@ -69,36 +68,3 @@ def _describe_types_once():
         return found
 
     core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block_type, tensor, np_dtype
-
-
-def _leave_equal_types_alone():
-    """Two operands of one type need no promotion, and of one shape no broadcasting."""
-    from triton.language import core
-    from triton.language.semantic import TritonSemantic
-
-    promote, broadcast = TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value
-    equal, with_element = core.dtype.__eq__, core.block_type.with_element_ty
-    # A quotient of two numbers of 16 bits has 32.
-    names = {dtype.name for dtype in (core.int1, core.int32, core.int64, core.float32, core.float64)}
-    types = {}
-
-    def binary_op_type_checking_impl(self, lhs, rhs, *args, **options):
-        if type(lhs) is type(rhs) is core.tensor and lhs.dtype.name == rhs.dtype.name and lhs.dtype.name in names:
-            return broadcast_impl_value(self, lhs, rhs)
-        return promote(self, lhs, rhs, *args, **options)
-
-    def broadcast_impl_value(self, lhs, rhs):
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
-    def with_element_ty(self, element):
-        found = types.get((self.name, element.name))
-        if found is None:
-            found = types[self.name, element.name] = with_element(self, element)
-        return found
-
-    TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
-    TritonSemantic.broadcast_impl_value = broadcast_impl_value
-    core.block_type.with_element_ty = with_element_ty
-    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
