@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tests.train.tiny import before_step, make_config
 from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
 from trifocal.train import NonFiniteError, train
+from trifocal.train.checkpoint import save_load
 
 
 def poison(step, name, value):
@@ -24,6 +26,18 @@ def poison(step, name, value):
             action.handle.remove()
 
     return action
+
+
+def test_the_last_checkpoint_is_whole_when_the_run_has_failed(tmp_path, monkeypatch):
+    """It is written by a thread, which ends with the process."""
+    write = save_load._write
+    monkeypatch.setattr(save_load, "_write", lambda *given: (time.sleep(0.5), write(*given)))
+    before_step(monkeypatch, poison(5, "head.weight", math.nan))
+    flags = ("--checkpoint.interval_steps", "4", "--checkpoint.asynchronous", "true", "--evaluate.interval_steps", "0")
+    with pytest.raises(NonFiniteError):
+        train(make_config(tmp_path, *flags))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl", "event")[-1]["name"] == "checkpoint_saved"
 
 
 @pytest.mark.parametrize(("value", "log_interval"), [(math.nan, "100"), (math.inf, "1")])

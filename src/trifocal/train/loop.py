@@ -167,7 +167,7 @@ class Trainer:
         log.introduce(setup)
         for note in [*notes, *setup.notes]:
             log.log_event("note", note)
-        with self.tracer:
+        with self.tracer, self.saver.written_on_error():
             log.heartbeat.update(step=state.step)
             # From here on the random generators are where the checkpoint left them.
             setup.restore_random_state()

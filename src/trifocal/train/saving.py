@@ -78,13 +78,25 @@ class Saver:
             ) from error
 
     @contextmanager
+    def written_on_error(self) -> Iterator[None]:
+        """Around the steps: if all processes fail, a checkpoint that is being written is whole before the run ends."""
+        try:
+            yield
+        except Exception as error:
+            if self._fails_in_all(error):
+                self.report_written(wait=True)
+            raise
+
+    def _fails_in_all(self, error: Exception) -> bool:
+        return self._processes.size == 1 or isinstance(error, UserError | NonFiniteError)
+
+    @contextmanager
     def ended_on_error(self) -> Iterator[None]:
         """Around work that is no step: if all processes fail, a finite last step is saved before the run ends."""
         try:
             yield
         except Exception as error:
-            agreed = self._processes.size == 1 or isinstance(error, UserError)
-            if isinstance(error, NonFiniteError) or not agreed or self._state.steps_here == 0:
+            if isinstance(error, NonFiniteError) or not self._fails_in_all(error) or self._state.steps_here == 0:
                 raise
             try:
                 self.end()
