@@ -18,6 +18,7 @@ from tests.written_runs import Clock
 from trifocal.cli.train import _summary
 from trifocal.data import prefetch
 from trifocal.data.sources.text import TextSource
+from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.inference import Engine
 from trifocal.models import flops_per_token
@@ -26,7 +27,7 @@ from trifocal.telemetry.attention_picture import read_picture
 from trifocal.train import load_config, resume, run_logger, train
 from trifocal.train import setup as train_setup
 from trifocal.train.step.step import TrainStep
-from trifocal.train.validation_loss import Evaluation
+from trifocal.train.validation_loss import Evaluation, read_validation_batches
 
 
 def test_a_deterministic_run_is_so_while_it_lasts(tmp_path, monkeypatch):
@@ -172,16 +173,20 @@ def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(tmp_path, monke
 
 
 def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path):
-    flags = ("--train.steps", "2", "--evaluate.interval_steps", "1")
-    assert train(make_config(tmp_path, *flags)).finished
+    flags = ("--train.steps", "2", "--evaluate.interval_steps", "1", "--train.sequence_length", "192")
+    config = make_config(tmp_path, *flags)
+    assert train(config).finished
     paths = sorted((tmp_path / "run" / "attention").iterdir())
     assert [path.name for path in paths] == ["step_00000001.npz", "step_00000002.npz"]
     first, last = (read_picture(path) for path in paths)
     assert (first.step, last.step) == (1, 2) and first.texts == last.texts
-    assert len(first.texts) == 32 and set("".join(first.texts)) <= {*"".join(WORDS), " ", "\n", ".", "∎"}
+    # Another sequence has fewer documents, all of them shorter.
+    batches = read_validation_batches(config, ByteTokenizer())
+    assert first.positions.max() + 1 == max(length for batch in batches for length in batch.document_lengths)
+    assert len(first.texts) == 192 and set("".join(first.texts)) <= {*"".join(WORDS), " ", "\n", ".", "∎"}
     # A new document begins after each separator.
-    begins = [index for index in range(1, 32) if first.positions[index] == 0]
-    assert begins == [index for index in range(1, 32) if first.texts[index - 1] == "∎"]
+    begins = [index for index in range(1, 192) if first.positions[index] == 0]
+    assert begins == [index for index in range(1, 192) if first.texts[index - 1] == "∎"]
     assert train(make_config(tmp_path, *flags, "--log.telemetry_interval_steps", "0"), overwrite=True).finished
     assert not (tmp_path / "run" / "attention").exists()
 

@@ -1,6 +1,7 @@
 """Measurements beside training: the loss on held-out text, the attention, samples of generated text."""
 
 from contextlib import suppress
+from itertools import pairwise
 
 import torch
 
@@ -62,7 +63,7 @@ class Evaluator:
             self._telemetry.log(self._log.metrics, step, tokens, cu_seqlens=batch.cu_seqlens)
 
     def picture_attention(self, step: int) -> None:
-        """Write the attention on one validation sequence, always the one with the longest past, into `attention/`."""
+        """Write the attention on one validation sequence, always that with the longest document, into `attention/`."""
         if not self._takes_part:
             return
         rows = []
@@ -72,7 +73,7 @@ class Evaluator:
             for row in range(num_rows):
                 inside = [at - row * length for at in boundaries if row * length < at < (row + 1) * length]
                 rows.append((batch.rows[row], inside))
-        tokens, inside = min(rows, key=lambda row: len(row[1]))
+        tokens, inside = max(rows, key=lambda row: max(b - a for a, b in pairwise([0, *row[1], len(row[0])])))
         cu_seqlens = torch.tensor([0, *inside, len(tokens)], dtype=torch.int32) if inside else None
         end = self._tokenizer.separator
         texts = ["∎" if token == end else self._tokenizer.token_text(token) for token in tokens.tolist()]
