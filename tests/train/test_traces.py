@@ -216,6 +216,11 @@ def test_a_window_that_never_comes_is_said_and_the_backends_that_ran_are_written
     assert attention["calls"] > 0
 
 
+def test_one_process_that_is_to_trace_exchanges_is_told_that_there_are_none(tmp_path):
+    result = train(make_config(tmp_path, *QUICK, "--trace.what", "exchange", "--trace.steps", "2:4"))
+    assert 'trace.what "exchange" has no effect: there is one process' in notes(result)
+
+
 def test_hooks_close_what_an_exception_left_open():
     """Checkpointing ends a repeated pass by an exception as soon as it has what it needs."""
 

@@ -78,6 +78,8 @@ def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
     if names and not by_interval and all(end <= step + 1 or first > total for first, end in windows):
         given = f'trace.steps "{config.trace.steps}"' + (f" and trace.interval_steps {interval}" if interval else "")
         log.log_event("note", f"{given}: no step of this run is among them, and nothing is traced", "warning")
+    if "exchange" in names and setup.parallel.watch is None:
+        log.log_event("note", 'trace.what "exchange" has no effect: there is one process', "warning")
     return Tracer(
         setup.directory,
         names,
