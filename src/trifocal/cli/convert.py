@@ -25,7 +25,7 @@ from trifocal.models.io import exported_name
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint.export import new_model_folder, write_tokenizer
-from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.checkpoint.pretrained import find_gguf, open_pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,18 +94,6 @@ def check_source(source: Path) -> None:
         raise UserError(
             f"{source}: no such folder; a model of the hub is downloaded first: hf download OWNER/NAME --local-dir DIR"
         )
-
-
-def find_gguf(path: Path) -> Path | None:
-    """The GGUF that a path means: itself, or the only one in a folder without safetensors; None: another model."""
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
-        raise UserError(f"{path} has {len(found)} GGUF files; name one of them, such as {found[0]}")
-    return found[0] if found else None
 
 
 def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from trifocal.cli.convert import check_source, find_gguf
+from trifocal.cli.convert import check_source
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import printable, try_next, unwinding_signals, writing
 from trifocal.data import DataConfig
@@ -40,7 +40,7 @@ from trifocal.runlog.run import read_run
 from trifocal.runlog.whole_files import write_whole
 from trifocal.train.checkpoint.export import WEIGHTS, weights_step
 from trifocal.train.checkpoint.folders import checkpoint_step, list_checkpoints
-from trifocal.train.checkpoint.pretrained import open_pretrained
+from trifocal.train.checkpoint.pretrained import find_gguf, open_pretrained
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import load_config
 from trifocal.train.config.toml import to_literal

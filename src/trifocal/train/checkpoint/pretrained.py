@@ -184,13 +184,25 @@ def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torc
     return frozen.to(device).requires_grad_(False).eval()
 
 
+def find_gguf(path: Path) -> Path | None:
+    """The GGUF that a path means: itself, or the only one in a folder that is no run and has no safetensors; None:
+    another model. A `config.json` beside it may only name the architecture.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        return path
+    if not path.is_dir() or is_run(path) or any(path.glob("*.safetensors")):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise UserError(f"{path} has {len(found)} GGUF files; name one of them, such as {found[0]}")
+    return found[0] if found else None
+
+
 def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
     """Find a trained model: a checkpoint, a folder of weights, or of a run its weights, if they have its newest step,
     else its newest checkpoint; or another one by name.
     """
-    # A config.json beside it may only name the architecture.
-    in_folder = any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
-    if not is_run(path) and (path.suffix == ".gguf" or in_folder):
+    if find_gguf(path):
         raise UserError(f"{path} is a GGUF; convert it first: trifocal convert {shell_path(path)} OUT --to dense")
     if (path / MODEL_CONFIG_FILE).is_file():
         if checkpoint:
