@@ -40,38 +40,46 @@ def write_folder_of_gguf(file: Path, folder: Path) -> None:
         tensors.pop("lm_head.weight", None)
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
     if config["model_type"] in MODEL_TYPES:
-        config["rope_parameters"] |= _check(file, config, tensors)
+        from gguf import GGUFReader
+
+        reader = GGUFReader(file)
+        _check(file, reader, config, tensors)
+        config["rope_parameters"] |= _rope_parameters(file, reader, config)
     write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def _check(file: Path, config: dict[str, Any], read: Collection[str]) -> dict[str, Any]:
-    """Compare a GGUF with the names of the tensors that transformers took from it, which draws those that are missing
-    and leaves out what it does not know. Returns rope parameters, which it leaves out too.
+def _check(file: Path, reader: Any, config: dict[str, Any], read: Collection[str]) -> None:
+    """Refuse a file unless its tensors are those that transformers `read`, by its names for them: it draws weights for
+    those that are missing, and leaves out those that it does not know.
     """
     import gguf
 
-    reader, kind = gguf.GGUFReader(file), config["model_type"]
+    kind = config["model_type"]
     arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == kind)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     expected = {names.get_name(name, (".weight", ".bias")) or name for name in read}
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    if unknown := sorted(stored.keys() - expected - {_ROPE_FACTORS}):
+    stored = {tensor.name for tensor in reader.tensors}
+    if unknown := sorted(stored - expected - {_ROPE_FACTORS}):
         raise UserError(f"{file}: transformers cannot read the tensor {unknown[0]}; convert the model's safetensors")
-    if absent := sorted(expected - stored.keys()):
+    if absent := sorted(expected - stored):
         raise UserError(
             f"{file} lacks the tensor {absent[0]}; parts of a GGUF are joined first: llama-gguf-split --merge"
         )
     if (key := f"{kind}.attention.head_count_kv") not in reader.fields:
         # transformers leaves queries and keys in llama.cpp's order then.
         raise UserError(f"{file} lacks the key {key}; convert the model's safetensors")
-    prefix = f"{kind}.rope.scaling."
+
+
+def _rope_parameters(file: Path, reader: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The scaling in a file, which transformers leaves out, under its names; empty if there is none."""
+    prefix = f"{config['model_type']}.rope.scaling."
     given = {key.removeprefix(prefix): reader.fields[key].contents() for key in reader.fields if key.startswith(prefix)}
     given.pop("finetuned", None)
     if given.get("type") == "none":
         given = {}
-    if _ROPE_FACTORS in stored:
-        factors = torch.from_numpy(stored[_ROPE_FACTORS].data.copy()).double()
+    if stored := [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]:
+        factors = torch.from_numpy(stored[0].data.copy()).double()
         given = {"type": "llama3", "factor": round(factors.max().item(), 4), **_LLAMA3}
         sizes = 2 * len(factors), config["rope_parameters"]["rope_theta"]
         scaled = rotary_frequencies(*sizes, RopeScaling(rope_type="llama3", factor=given["factor"], **_LLAMA3))  # type: ignore[arg-type]
