@@ -341,6 +341,8 @@ ROPES = {
     "linear": (
         {"rope_type": "linear", "factor": 4.0}, [("rope.scaling.type", "linear"), ("rope.scaling.factor", 4.0)], ()
     ),
+    "linear, before it had a type": ({"rope_type": "linear", "factor": 4.0}, [("rope.scale_linear", 4.0)], ()),
+    "linear, without its type": ({"rope_type": "linear", "factor": 4.0}, [("rope.scaling.factor", 4.0)], ()),
     "yarn": (
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
         [("rope.scaling.type", "yarn"), ("rope.scaling.factor", 4.0), ("rope.scaling.original_context_length", 16)],

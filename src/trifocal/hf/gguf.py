@@ -76,6 +76,11 @@ def _rope_parameters(file: Path, reader: Any, config: dict[str, Any]) -> dict[st
     prefix = f"{config['model_type']}.rope.scaling."
     given = {key.removeprefix(prefix): reader.fields[key].contents() for key in reader.fields if key.startswith(prefix)}
     given.pop("finetuned", None)
+    if (key := f"{config['model_type']}.rope.scale_linear") in reader.fields:
+        # In files from before there were other kinds.
+        given.setdefault("factor", reader.fields[key].contents())
+    if "factor" in given:
+        given.setdefault("type", "linear")
     if given.get("type") == "none":
         given = {}
     if stored := [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]:
