@@ -269,7 +269,9 @@ def queries_of_tile(q: Tensor, q_per_kv: int, rows: int, groups: int) -> int:
 
 
 def dkdv_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
-    """Whether that Hopper kernel of tiles' d_k and d_v runs: it copies slots, of 8 rows as shared memory's pattern."""
+    """Whether the warp-specialized one of both Hopper kernels of tiles' d_k and d_v runs: it copies single slots, of
+    whole multiples of the 8 rows after which shared memory's pattern repeats.
+    """
     return q_per_kv >= FEWEST_HEADS_OF_WARP_SPECIALIZED and 64 % q_per_kv == 0 and tma_fits(*tensors)
 
 

@@ -189,7 +189,7 @@ def _of_each(runs: list[Run], name: str, *, scale: float = 1.0) -> list[Trace]:
 
 
 def _with_trend(traces: list[Trace]) -> list[Trace]:
-    """Long curves become faint, with a smoothed one in front; short ones stay."""
+    """Long curves become faint, with a smoothed one in front, both thinned; short ones stay."""
     result: list[Trace] = []
     for trace in traces:
         values = trace["y"]

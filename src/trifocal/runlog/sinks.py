@@ -33,7 +33,9 @@ def _scalars(row: Row) -> dict[str, float]:
 
 
 class TensorBoardSink:
-    """Writes every number of a row to TensorBoard as `kind/field`, every event as text; steps past a resume hide."""
+    """Writes every number of a row to TensorBoard as `kind/field`, every event as text; steps past `resume_step`, of an
+    earlier start, are hidden there.
+    """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -51,8 +51,8 @@ class AttentionTelemetry:
         self._active: set[tuple[str, int, str]] = set()
 
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
-        """A row, of JSON types, for each layer that chooses blocks, of the first sequence of tokens [B, T] with
-        boundaries over all of them. With a sharded model every rank must call this.
+        """A row, of JSON types, for each layer that chooses blocks, of the first sequence of tokens [B, T];
+        `cu_seqlens` are those of its batch, on the host. With a sharded model every rank must call this.
         """
         if not self.layers:
             return []

@@ -302,7 +302,9 @@ def index_loss_backward(
     starts: Tensor,
     geometry: Geometry,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the index, from those of its loss, and recall, not read, and what `index_loss_forward` kept."""
+    """Gradients of the index queries and keys, from what `index_loss_forward` returned and the gradients of its loss
+    and recall, [2, B, M, G]; the recall's is not read.
+    """
     q_idx, k_idx = unit_stride(q_idx), unit_stride(k_idx[:, :, None])[:, :, 0]
     sampled, starts = sampled.contiguous(), starts.contiguous()
     batch, num_tokens, groups, dim = q_idx.shape

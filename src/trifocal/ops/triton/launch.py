@@ -116,8 +116,8 @@ def describe_tiles(
 
 @contextlib.contextmanager
 def only_compile(device: torch.device) -> Iterator[None]:
-    """Compile every kernel that is launched inside, all at the same time, for tensors of the meta device as if on this
-    one; a later launch with the same types, strides and alignments finds it ready.
+    """Compile every kernel that is launched inside, all at the same time, and launch none: tensors are of the meta
+    device, as if on this one. A later launch with the same types, strides and alignments finds its kernel ready.
     """
     workers = min(_MAX_WORKERS, os.cpu_count() or 1)
     with (

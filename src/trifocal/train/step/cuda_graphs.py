@@ -145,8 +145,8 @@ class MicroBatchGraphs:
             self._copies.refresh()
 
     def add_gradients(self, batch: Batch, weight: float, documents: int = 0) -> Tensor:
-        """Add the gradient of `weight * loss` of a host's batch; returns `weight * loss`, which the next one of its
-        kind may overwrite. `documents`, see `model_inputs`, makes those of all processes of one kind.
+        """Add the gradient of `weight * loss` of a batch on the host; returns `weight * loss`, which the next one of
+        its kind may overwrite. `documents`, see `model_inputs`, makes those of all processes of one kind.
         """
         inputs = model_inputs(batch, pad_documents=True, documents=documents)
         rows = batch.rows.shape

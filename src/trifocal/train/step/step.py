@@ -51,7 +51,7 @@ class StepResult:
 def batch_loss(
     loss_function: LossFunction, batch: Batch, device: torch.device, *, pad_documents: bool = False, documents: int = 0
 ) -> Tensor:
-    """Mean loss over the valid targets of a host's micro-batch; `pad_documents`, `documents` as of `model_inputs`."""
+    """Mean loss over the valid targets of a batch on the host; `pad_documents`, `documents` as of `model_inputs`."""
     inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
     return call_with(loss_function, [to_device(tensor, device) for tensor in inputs], batch.rows.shape)
 

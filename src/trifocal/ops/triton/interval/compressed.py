@@ -40,7 +40,9 @@ def compressed_backward(
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp, of `IntervalProblem`; a given d_q is added to."""
+    """Gradients of compressed attention: d_q, d_k_cmp, d_v_cmp. `d_o` and `delta`, computed from o unless given, are as
+    in `IntervalProblem`; a given d_q is added to.
+    """
     if delta is None:
         delta = row_sums(d_o, o, d_lse)
     branch = _branch(q, k_cmp, geometry, num_keys, documents)
