@@ -226,6 +226,17 @@ def test_padded_rows_are_as_each_row_by_itself(attention):
         torch.testing.assert_close(parameter.grad, of_weights[name], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    ("attention", "options"), [("nsa", {"chooser": "index"}), ("selected", {"chooser": "index"}), ("dense", {})]
+)
+def test_hooks_of_a_layer_run_once_with_padding(attention, options):
+    layer, x = layer_of(attention, **options), torch.randn(2, 40, DIM, dtype=torch.float64)
+    given = {"key_padding_mask": torch.arange(40) >= torch.tensor([[40], [29]])}
+    expected = layer(x, **given)
+    layer.register_forward_hook(lambda layer, args, output: 2 * output)
+    torch.testing.assert_close(layer(x, **given), 2 * expected)
+
+
 def test_wrong_padding_is_refused():
     layer, x = layer_of("dense"), torch.randn(2, 5, DIM, dtype=torch.float64)
     mask = torch.zeros(2, 5, dtype=torch.bool)

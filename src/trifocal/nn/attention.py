@@ -135,7 +135,7 @@ class NSAttention(ChoosingAttention):
         check_input(x, self.q_proj)
         if key_padding_mask is not None:
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
-            return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
+            return self._on_padded_rows(NSAttention.forward, x, key_padding_mask, cu_seqlens, **given)
         documents, positions = documents_and_positions(x, cu_seqlens, local_tokens)
         drawn = self._draw(x, positions) if choice_sample is None and cache is None and local_tokens is None else None
         q, keys, values, [logits], heads = self._project_all(x, choice_sample or drawn, self.gate.proj)
@@ -199,7 +199,7 @@ class DenseAttention(AttentionBase):
         """
         check_input(x, self.q_proj)
         if key_padding_mask is not None:
-            return self._on_padded_rows(x, key_padding_mask, cu_seqlens, rotary=rotary)
+            return self._on_padded_rows(DenseAttention.forward, x, key_padding_mask, cu_seqlens, rotary=rotary)
         documents, _ = documents_and_positions(x, cu_seqlens, local_tokens)
         q, [k], [v], _ = self._project(x)
         if cache is not None:

@@ -195,17 +195,22 @@ class AttentionBase(nn.Module):
         return given
 
     def _on_padded_rows(
-        self, x: Tensor, key_padding_mask: Tensor, cu_seqlens: Tensor | Documents | None, **given: Any
+        self,
+        forward: Callable[..., Any],
+        x: Tensor,
+        key_padding_mask: Tensor,
+        cu_seqlens: Tensor | Documents | None,
+        **given: Any,
     ) -> Tensor:
-        """The output for x [B, T, E] padded on the right, zero at padding. No token sees one behind it: it is enough
-        that padding is finite and gets no gradient.
+        """The output for x [B, T, E] padded on the right, zero at padding, by the forward pass of a class: `self(x)`
+        would run hooks twice. No token sees one behind it: it is enough that padding is finite and gets no gradient.
         """
         check_padding(x, key_padding_mask, cu_seqlens)
         padding = key_padding_mask[..., None]
-        return self._on_rows(x.masked_fill(padding, 0), key_padding_mask, **given).masked_fill(padding, 0)
+        return self._on_rows(forward, x.masked_fill(padding, 0), key_padding_mask, **given).masked_fill(padding, 0)
 
-    def _on_rows(self, x: Tensor, key_padding_mask: Tensor, **given: Any) -> Tensor:
-        o: Tensor = self(x, **given)
+    def _on_rows(self, forward: Callable[..., Any], x: Tensor, key_padding_mask: Tensor, **given: Any) -> Tensor:
+        o: Tensor = forward(self, x, **given)
         return o
 
     def _project(

@@ -119,11 +119,11 @@ class ChoosingAttention(AttentionBase):
             drawn = drawn._replace(eligible=drawn.eligible & ~padding.gather(1, drawn.tokens))
         return (drawn,)
 
-    def _on_rows(self, x: Tensor, key_padding_mask: Tensor, **given: Any) -> Tensor:
+    def _on_rows(self, forward: Callable[..., Any], x: Tensor, key_padding_mask: Tensor, **given: Any) -> Tensor:
         drawn = self._draw(x, torch.arange(x.shape[1], device=x.device), key_padding_mask)
         if drawn is None:
-            return super()._on_rows(x, key_padding_mask, **given)
-        output, figures = self(x, choice_sample=drawn, **given)
+            return super()._on_rows(forward, x, key_padding_mask, **given)
+        output, figures = forward(self, x, choice_sample=drawn, **given)
         return self._attach(output, figures, drawn)
 
     def _result(

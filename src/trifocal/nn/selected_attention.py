@@ -61,7 +61,7 @@ class SelectedAttention(ChoosingAttention):
         check_input(x, self.q_proj)
         if key_padding_mask is not None:
             given = {"rotary": rotary, "selected_blocks": selected_blocks}
-            return self._on_padded_rows(x, key_padding_mask, cu_seqlens, **given)
+            return self._on_padded_rows(SelectedAttention.forward, x, key_padding_mask, cu_seqlens, **given)
         documents, positions = documents_and_positions(x, cu_seqlens, local_tokens)
         drawn = self._draw(x, positions) if choice_sample is None and cache is None and local_tokens is None else None
         q, [k], [v], _, heads = self._project_all(x, choice_sample or drawn)
