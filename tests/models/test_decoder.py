@@ -135,6 +135,19 @@ def test_autocast_keeps_weights_gradients_and_loss_in_fp32(make_model, options):
         assert parameter.grad.dtype == torch.float32
 
 
+def test_a_head_with_an_adapter_is_applied_as_it_is(make_model):
+    class Adapted(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    model, tokens = make_model(), torch.randint(31, (2, 9))
+    expected = 2 * model(tokens)
+    model.head.__class__ = Adapted
+    assert torch.equal(model(tokens), expected)
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(model(tokens, tokens), loss)
+
+
 def test_wrong_arguments_are_refused(make_model):
     model = make_model()
     tokens = torch.randint(31, (2, 5))

@@ -168,7 +168,7 @@ class DecoderLM(nn.Module):
         counted = counted.clamp(min=1)
         if distillation is None:
             end = self._run_end if torch.is_grad_enabled() else run_end
-            loss = end(self.norm, self._output_weight(), x, targets, counted)
+            loss = end(self.norm, self.head, self.embedding.weight, x, targets, counted)
         else:
             loss = self._distilled_loss(distillation, x, tokens, targets, counted, documents, local_tokens)
         if choice_samples is None:
@@ -239,7 +239,7 @@ class DecoderLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states [..., E] to logits [..., vocab_size]."""
-        return nn.functional.linear(hidden, self._output_weight())
+        return project_out(self.head, self.embedding.weight, hidden)
 
     def _output_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
@@ -287,9 +287,16 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"targets must be of int64, got {targets.dtype}")
 
 
-def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor, counted: Tensor) -> Tensor:
+def project_out(head: nn.Module | None, embedding: Tensor, hidden: Tensor) -> Tensor:
+    """Logits of hidden states, by the head itself, which may have an adapter or other weights, or a tied embedding."""
+    return nn.functional.linear(hidden, embedding) if head is None else head(hidden)
+
+
+def run_end(
+    norm: nn.Module, head: nn.Module | None, embedding: Tensor, x: Tensor, targets: Tensor, counted: Tensor
+) -> Tensor:
     """The loss from the last layer's output: cross-entropy in fp32 at least, summed, divided by `counted` targets."""
-    logits = nn.functional.linear(norm(x), output_weight)
+    logits = project_out(head, embedding, norm(x))
     exact = torch.promote_types(logits.dtype, torch.float32)
     # Not `cross_entropy`: under autocast it would first make a full-precision copy of the logits.
     log_p = nn.functional.log_softmax(logits.flatten(0, 1), dim=-1, dtype=exact)
