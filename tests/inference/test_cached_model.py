@@ -448,6 +448,15 @@ def test_layers_that_compute_more_than_their_weights_are_refused(make_model):
         cached(model)
 
 
+def test_quantized_layers_are_refused(make_model):
+    model = make_model().float()
+    # The weight of a map with dynamic int8 is a method.
+    model.blocks[0].mlp.up_proj = torch.nn.Module()
+    model.blocks[0].mlp.up_proj.weight = lambda: torch.zeros(1)
+    with pytest.raises(UserError, match=r"blocks.0.mlp.up_proj computes more"):
+        cached(model)
+
+
 def test_autocast_decides_the_type(make_model):
     model = make_model().float()
     with torch.autocast("cpu", torch.bfloat16):

@@ -148,7 +148,9 @@ def _prepared_linear(linears: list[nn.Linear], dtype: torch.dtype, padding: int 
 def check_plain(model: DecoderLM) -> None:
     """Raise UserError unless the weights of the layers say all that they compute."""
     for name, module in model.named_modules():
-        if not isinstance(getattr(module, "weight", None), Tensor):
+        weight = getattr(module, "weight", None)
+        # Quantized maps have a method of this name, and parametrizations a module.
+        if weight is None or isinstance(weight, nn.Module):
             continue
         forwards = [kind.forward for kind in _READ if isinstance(module, kind)]
         own = "weight" in module._parameters or is_parametrized(module, "weight")
