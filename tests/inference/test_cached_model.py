@@ -457,6 +457,17 @@ def test_quantized_layers_are_refused(make_model):
         cached(model)
 
 
+def test_an_outer_autocast_changes_nothing(make_model):
+    """A sample in the middle of training, from caches of another type than autocast's."""
+    model, tokens = make_model().float(), draw_tokens(24)
+    decoder = cached(model)
+    expected = in_pieces(decoder, decoder.admit(), tokens, [12] + [1] * 12)
+    decoder = cached(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        given = in_pieces(decoder, decoder.admit(), tokens, [12] + [1] * 12)
+    assert torch.equal(given, expected)
+
+
 def test_autocast_decides_the_type(make_model):
     model = make_model().float()
     with torch.autocast("cpu", torch.bfloat16):

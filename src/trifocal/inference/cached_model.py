@@ -33,6 +33,7 @@ from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 from trifocal.ops.decode.linear import Norm, Residual
 from trifocal.ops.devices import to_device
+from trifocal.ops.reference import full_precision
 from trifocal.ops.validation import check_whole_number
 
 _MAX_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
@@ -301,12 +302,14 @@ class CachedModel:
 
     def _pass(self, tokens: Tensor, chunk: Chunk, *, all_logits: bool) -> Tensor:
         """A chunk through the model, with everything on the device."""
-        residual = products.embedding(tokens, self._embedding)
-        for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-            residual = layer.prefill(residual, cache, chunk)
-        if not all_logits:
-            residual = Residual(chunk.last(residual.x), chunk.last(residual.sum_of_squares))
-        logits = self._logits(residual, products)
+        # Everything has its type already.
+        with full_precision(self._embedding):
+            residual = products.embedding(tokens, self._embedding)
+            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+                residual = layer.prefill(residual, cache, chunk)
+            if not all_logits:
+                residual = Residual(chunk.last(residual.x), chunk.last(residual.sum_of_squares))
+            logits = self._logits(residual, products)
         chunk.write_rings()
         return logits
 
@@ -364,7 +367,7 @@ class CachedModel:
         No host look at the device, no shape that depends on data: it can be recorded as a CUDA graph.
         """
         # Kernels run on the current device, which need not be the model's.
-        with torch.cuda.device_of(self._embedding):
+        with torch.cuda.device_of(self._embedding), full_precision(self._embedding):
             first = self._layers[0].norm
             residual = decode_products.embedding(tokens.flatten(), self._embedding, next_norm=first, dtype=self.dtype)
             for layer, cache in zip(self._layers, self.cache.layers, strict=True):
