@@ -4,6 +4,9 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attentions import TRAINED_OPTIONS
@@ -84,6 +87,27 @@ def test_an_index_starts_as_the_keys_and_the_mean_of_the_queries(make_config, qk
         assert all(
             torch.equal(one.weight, first) != qk_norm for one, first in zip(layer.index.maps, begun, strict=True)
         )
+
+
+@pytest.mark.parametrize("options", [{}, {"chooser": "index", "compressor": "mlp", "tie_embeddings": True}], ids=str)
+def test_a_sharded_model_is_initialised_as_a_whole_one(make_config, options):
+    """By PyTorch's recipe for FSDP2: no process ever has all weights."""
+    config = make_config(**options)
+    whole = DecoderLM(config)
+    whole.init_weights(3)
+    with torch.device("meta"):
+        model = DecoderLM(config)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        model.to_empty(device="cpu")
+        model.init_weights(3)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_without_weights_computes_nothing(make_config):

@@ -23,7 +23,7 @@ from trifocal.nn.attention_base import AttentionBase, Projected, RotaryTables
 from trifocal.nn.chooser import IndexHeads
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.nn.norm import AllHeadsRMSNorm
-from trifocal.nn.projection import ALIGNMENT
+from trifocal.nn.projection import ALIGNMENT, whole
 from trifocal.ops import DecodeBatch, Geometry
 from trifocal.ops.decode import linear as decode_products
 from trifocal.ops.decode.linear import Norm, Residual
@@ -186,12 +186,6 @@ def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     }
     other._modules = {name: _prepared(child, dtype) for name, child in module.named_children()}
     return other
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """A parameter's values, contiguous; of a sharded one in every process, which must all call this."""
-    found = parameter.detach()
-    return (found.full_tensor() if hasattr(found, "full_tensor") else found).contiguous()
 
 
 def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:

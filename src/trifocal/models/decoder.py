@@ -14,6 +14,7 @@ from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.chooser import ChoosingAttention, attach_loss
 from trifocal.nn.context import ContextShard, TokenShard
+from trifocal.nn.projection import fill
 from trifocal.ops import Documents
 from trifocal.ops.choice_loss import sample_queries
 from trifocal.ops.validation import check_rank, check_type
@@ -85,7 +86,7 @@ class DecoderLM(nn.Module):
         wrap_blocks(self.blocks, self._checkpointed_layers, self._run_block)
 
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
-        """Draw all weights anew.
+        """Draw all weights anew; of a model that FSDP2 has sharded in every process.
 
         Matrices are normal with a variance of 1 / inputs, so that their output for a normed token has a variance of 1.
         For matrices that write into the residual stream it is divided by `2 * num_layers`, so that the stream's
@@ -108,8 +109,7 @@ class DecoderLM(nn.Module):
                 continue
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
             draw_weights(drawn, name, self.config, generator)
-            with torch.no_grad():
-                parameter.copy_(drawn)
+            fill(parameter, drawn)
         for layer in self.attention_layers():
             if isinstance(layer, ChoosingAttention):
                 layer.begin_index()

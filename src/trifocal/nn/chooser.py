@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trifocal.nn.attention_base import INDEX_DIM, AttentionBase, ChoiceSample, RotaryTables
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.context import Chunk, TokenShard, chunks_of
-from trifocal.nn.projection import project
+from trifocal.nn.projection import fill, project, whole
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, select_blocks_by_index
 from trifocal.ops.choice_loss import Sample, choice_loss, draw_queries, hash_numbers
@@ -93,10 +93,10 @@ class ChoosingAttention(AttentionBase):
         if self.index is None or self.q_norm is not None or self.q_proj.weight.is_meta:
             return
         # On the CPU, so that every device gets the same bits; the keys of the selected branch, which teaches the index.
-        keys = self.k_proj.weight.cpu().chunk(self.branches)[self.branches // 2]
-        begun = first_index(self.q_proj.weight.cpu(), keys, self.num_kv_heads, self.head_dim)
+        keys = whole(self.k_proj.weight).cpu().chunk(self.branches)[self.branches // 2]
+        begun = first_index(whole(self.q_proj.weight).cpu(), keys, self.num_kv_heads, self.head_dim)
         for linear, weight in zip(self.index.maps, begun, strict=True):
-            linear.weight.copy_(weight)
+            fill(linear.weight, weight)
 
     @property
     def learns_choice(self) -> bool:

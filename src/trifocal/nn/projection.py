@@ -58,6 +58,26 @@ def is_plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and "forward" not in linear.__dict__ and not any(hooks)
 
 
+def whole(parameter: Tensor) -> Tensor:
+    """A parameter's values, contiguous; of a sharded one in every process, which must all call this."""
+    found = parameter.detach()
+    return (found.full_tensor() if hasattr(found, "full_tensor") else found).contiguous()
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, values: Tensor) -> None:
+    """Set a parameter's values; of a sharded one in every process, those of the first."""
+    if hasattr(parameter, "full_tensor"):
+        # Imported here, as it takes long, and by then the caller has it.
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(parameter, DTensor)
+        values = distribute_tensor(
+            values.to(parameter.device, parameter.dtype), parameter.device_mesh, parameter.placements
+        )
+    parameter.copy_(values)
+
+
 class _PartlyDetached(torch.autograd.Function):
     """A linear map; its input gets the gradient of the first columns of the output only, its weight that of all."""
 
