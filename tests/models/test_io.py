@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.utils.parametrizations import weight_norm
 
 from trifocal import load_model
 from trifocal.errors import UserError
@@ -25,6 +26,19 @@ def test_files_of_an_earlier_model_do_not_stay(make_config, tmp_path):
         assert not left.exists()
         for load in (load_model, load_weights):
             assert torch.equal(load(str(tmp_path)).embedding.weight, model.embedding.weight)
+
+
+def test_weights_that_could_not_be_read_are_not_written(make_config, tmp_path):
+    model = DecoderLM(make_config())
+    with pytest.raises(UserError, match=r"_orig_mod\..* differs; give the model inside of wrappers"):
+        save_weights(torch.compile(model, backend="eager"), tmp_path)
+    model.embedding = torch.nn.Embedding(40, 24)
+    with pytest.raises(UserError, match=r"embedding.weight differs"):
+        save_weights(model, tmp_path)
+    weight_norm(model.head)
+    with pytest.raises(UserError, match=r"merged into its weights"):
+        save_weights(model, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_configuration_that_is_missing_or_of_another_kind_is_named(tmp_path):

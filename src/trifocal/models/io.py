@@ -72,10 +72,19 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
 
     Raises:
         OSError: If the disk does not take them.
+        UserError: If the model has other tensors than its configuration gives, as adapters and wrappers do.
     """
-    folder = Path(folder)
+    folder, state = Path(folder), model.state_dict()
+    with torch.device("meta"):
+        plain = DecoderLM(model.config).state_dict()
+    given, expected = ({(name, getattr(x, "shape", None)) for name, x in one.items()} for one in (state, plain))
+    if given != expected:
+        raise UserError(
+            f"the model has not the weights of its configuration: {min(name for name, _ in given ^ expected)} differs; "
+            "give the model inside of wrappers, with adapters and parametrizations merged into its weights"
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {exported_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
+    tensors = {exported_name(name): tensor.detach() for name, tensor in state.items()}
     content = {
         "model_type": MODEL_TYPE,
         "architectures": ["TrifocalForCausalLM"],
