@@ -74,6 +74,8 @@ def generate(
         # A model of the user's stays where it is.
         place = weight.device if device == "auto" else choose_device(device)
         dtype = torch.bfloat16 if weight.dtype.itemsize == 2 and computes_bf16(place) else torch.float32
+    elif isinstance(path_or_model, torch.nn.Module):
+        raise UserError(f"a model must be a DecoderLM, without wrappers around it, got {type(path_or_model).__name__}")
     else:
         if tokenizer is not None:
             raise UserError("tokenizer goes with a model, got a path, which brings its own")

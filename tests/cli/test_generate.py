@@ -168,6 +168,8 @@ def test_python_gives_the_text_of_the_command(run, capsys):
     assert "the dog" + trifocal.generate(load_model(run), "the dog", **sampled) + "\n" == text
     with pytest.raises(UserError, match="checkpoint goes with the path of a run"):
         trifocal.generate(load_model(run), "x", checkpoint="step_00000006")
+    with pytest.raises(UserError, match="a DecoderLM, without wrappers around it, got DataParallel"):
+        trifocal.generate(torch.nn.DataParallel(load_model(run)), "x")
     with pytest.raises(UserError, match="prompt must be a text, got 5"):
         trifocal.generate(run, 5)
     with pytest.raises(UserError, match="tokenizer must be one from load_tokenizer, got str"):
