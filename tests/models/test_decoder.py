@@ -143,6 +143,15 @@ def test_packed_documents_equal_separate_ones(make_model, options):
 
 
 @pytest.mark.parametrize("options", TRAINED_OPTIONS, ids=str)
+def test_autocast_leaves_fp64_alone(make_model, options):
+    """As PyTorch's does: its products in fp64 stay."""
+    model, tokens = make_model(**options), torch.randint(31, (2, 40))
+    expected = model(tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("options", TRAINED_OPTIONS, ids=str)
 def test_autocast_keeps_weights_gradients_and_loss_in_fp32(make_model, options):
     exact = make_model(**options)
     model = make_model(**options).float()

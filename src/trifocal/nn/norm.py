@@ -41,8 +41,8 @@ class AllHeadsRMSNorm(RMSNorm):
 
 def is_autocast(x: Tensor) -> bool:
     """Whether autocast is on for products that read x."""
-    # The meta device has no autocast to ask for.
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+    # The meta device has no autocast to ask for, and none lowers fp64.
+    return x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
