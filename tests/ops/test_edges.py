@@ -1,7 +1,10 @@
 """Edges: odd strides, other call styles, other types around."""
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.ops import cases
 from tests.ops.cases import Case, draw
@@ -102,3 +105,17 @@ def test_sizes_of_a_geometry_may_be_symbols_of_a_compiler():
     torch._dynamo.reset()
     compiled = torch.compile(ops.nsa, backend="eager", dynamic=True, fullgraph=True)
     torch.testing.assert_close(compiled(*given), ops.nsa(*given))
+
+
+def test_selective_checkpointing_that_keeps_scores_is_refused():
+    """They are overwritten: a second forward pass would take probabilities for scores, and gradients would be wrong."""
+    q = torch.randn(1, 9, 2, 4, requires_grad=True)
+
+    def policy(context, operator, *args, **kwargs):
+        kept = operator == torch.ops.aten.bmm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    o = checkpoint(ops.window_attention, q, q, q, 5, use_reentrant=False, context_fn=contexts)
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        o.sum().backward()

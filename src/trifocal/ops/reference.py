@@ -387,8 +387,10 @@ def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor) -> Tensor:
     batch, num_queries, num_heads = q.shape[:3]
     num_groups = k.shape[2]
     with full_precision(q):
-        scores_BGXS = (_group_heads_as_rows(q, num_groups) * scale) @ _per_group(k).transpose(-1, -2)
-    scores_BGRTS = scores_BGXS.view(batch, num_groups, num_heads // num_groups, num_queries, k.shape[1])
+        rows_BGXD, keys_BGSD = _group_heads_as_rows(q, num_groups) * scale, _per_group(k)
+        # Not `@`, whose result hides from selective checkpointing, which may keep it, that it is overwritten.
+        scores = torch.bmm(rows_BGXD.flatten(0, 1), keys_BGSD.flatten(0, 1).transpose(-1, -2))
+    scores_BGRTS = scores.view(batch, num_groups, num_heads // num_groups, num_queries, k.shape[1])
     return scores_BGRTS.masked_fill_(~mask, -torch.inf)
 
 
