@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 import tyro
 from torch import Tensor
 
@@ -18,8 +17,9 @@ from trifocal.cli.output import try_next
 from trifocal.data import make_tokenizer
 from trifocal.data.tokenizers import TOKENIZER_FILE, TOKENIZER_FILES
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
+from trifocal.models import ModelConfig, parameter_count, save_weights
 from trifocal.models.conversion import Target, convert_tensors, converted_config
+from trifocal.models.decoder import meta_model
 from trifocal.models.hf_reader import hf_name, is_hf_folder, read_hf_model, read_hf_settings
 from trifocal.models.io import exported_name
 from trifocal.ops import Geometry
@@ -75,8 +75,7 @@ def run(args: Sequence[str], *, advise: bool = True) -> int:
             shared_kv=options.shared_kv,
             chooser=chooser,
         )
-        with torch.device("meta"):
-            model = DecoderLM(wanted)
+        model = meta_model(wanted)
         model.load_state_dict(convert_tensors(tensors, wanted), assign=True)
         note = _check_tokenizer(partial, wanted.vocab_size)
         save_weights(model, partial, **settings)

@@ -23,6 +23,7 @@ from trifocal.distributed.context import make_context_shard
 from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
+from trifocal.models.decoder import meta_model
 
 try:
     # The default collectives, which classes below extend, are in a private module.
@@ -327,8 +328,7 @@ def gather_full_model(model: DecoderLM, processes: DistributedContext) -> Decode
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if not processes.is_rank0:
         return None
-    with torch.device("meta"):
-        whole = DecoderLM(model.config)
+    whole = meta_model(model.config)
     whole.load_state_dict(state, assign=True)
     return whole
 

@@ -12,6 +12,7 @@ from trifocal.data.loader import read_validation
 from trifocal.evaluation.position_loss import PositionLosses
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.conversion import Target, convert_tensors, converted_config
+from trifocal.models.decoder import meta_model
 from trifocal.ops import Geometry
 from trifocal.train.checkpoint.pretrained import open_pretrained
 from trifocal.train.step.micro_batch import autocast
@@ -62,7 +63,6 @@ def _with_one_layer(dense: DecoderLM, whole: ModelConfig, layer: int, kind: Any)
     """The dense model with one layer as it is in a converted configuration; it shares the other weights."""
     layers = tuple(kind if index == layer else before for index, before in enumerate(dense.config.attention_of_layers))
     config = replace(whole, layer_types=layers, selection="exact")
-    with torch.device("meta"):
-        model = DecoderLM(config)
+    model = meta_model(config)
     model.load_state_dict(convert_tensors(dense.state_dict(), config), assign=True)
     return model.eval()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.decoder import DecoderLM
+from trifocal.models.decoder import meta_model
 from trifocal.models.layers import draw_weights
 from trifocal.models.model_config import Attention, Chooser, ModelConfig
 from trifocal.nn.chooser import first_index
@@ -86,8 +86,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     call.
     """
     converted = dict(tensors)
-    with torch.device("meta"):
-        expected = DecoderLM(config).state_dict()
+    expected = meta_model(config).state_dict()
     # The model's other weights give the type.
     like, generator = tensors["embedding.weight"], torch.Generator().manual_seed(0)
     for name, parameter in expected.items():

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import nn
 
-from trifocal.models.decoder import DecoderLM
+from trifocal.models.decoder import meta_model
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.chooser import INDEX_DIM
 from trifocal.ops import Geometry
@@ -37,12 +36,7 @@ class Flops:
 
 def parameter_count(config: ModelConfig) -> int:
     """All trainable parameters, embeddings included."""
-    return sum(parameter.numel() for parameter in _without_weights(config).parameters())
-
-
-def _without_weights(config: ModelConfig) -> DecoderLM:
-    with torch.device("meta"):
-        return DecoderLM(config)
+    return sum(parameter.numel() for parameter in meta_model(config).parameters())
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int | Sequence[int]) -> Flops:
@@ -124,7 +118,7 @@ def _forward_flops(config: ModelConfig, lengths: Sequence[int]) -> tuple[float, 
 def _matrices(config: ModelConfig) -> list[tuple[int, int]]:
     """Weights in the matrices of each layer: those of all tokens, and those of a learned φ, which run once a block."""
     found = []
-    for block in _without_weights(config).blocks:
+    for block in meta_model(config).blocks:
         weights = {name: part.weight.numel() for name, part in block.named_modules() if isinstance(part, nn.Linear)}
         of_phi = sum(count for name, count in weights.items() if "_compressor." in name)
         found.append((sum(weights.values()) - of_phi, of_phi))

@@ -287,6 +287,12 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"targets must be of int64, got {targets.dtype}")
 
 
+def meta_model(config: ModelConfig) -> DecoderLM:
+    """A model without weights, on the meta device: none are drawn, which for a billion takes many seconds."""
+    with torch.device("meta"):
+        return DecoderLM(config)
+
+
 def project_out(head: nn.Module | None, embedding: Tensor, hidden: Tensor) -> Tensor:
     """Logits of hidden states, by the head itself, which may have an adapter or other weights, or a tied embedding."""
     return nn.functional.linear(hidden, embedding) if head is None else head(hidden)

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.decoder import DecoderLM
+from trifocal.models.decoder import DecoderLM, meta_model
 from trifocal.models.model_config import ModelConfig
 from trifocal.paths import read_json
 
@@ -74,9 +73,7 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
         OSError: If the disk does not take them.
         UserError: If the model has other tensors than its configuration gives, as adapters and wrappers do.
     """
-    folder, state = Path(folder), model.state_dict()
-    with torch.device("meta"):
-        plain = DecoderLM(model.config).state_dict()
+    folder, state, plain = Path(folder), model.state_dict(), meta_model(model.config).state_dict()
     given, expected = ({(name, getattr(x, "shape", None)) for name, x in one.items()} for one in (state, plain))
     if given != expected:
         raise UserError(
@@ -150,8 +147,7 @@ def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
     stored = len(shards_of(folder))
     if config.num_layers > stored:
         raise UserError(f"{folder}: got {stored} tensors, but {CONFIG_FILE} has {config.num_layers:,} layers")
-    with torch.device("meta"):
-        return DecoderLM(config)
+    return meta_model(config)
 
 
 def read_config(folder: Path) -> ModelConfig:

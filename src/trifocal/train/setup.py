@@ -16,7 +16,7 @@ from trifocal.distributed.parallel import Parallel, choose_mode, parallelize
 from trifocal.distributed.processes import DistributedContext
 from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
-from trifocal.models.decoder import Distillation
+from trifocal.models.decoder import Distillation, meta_model
 from trifocal.train.checkpoint.pretrained import load_frozen, load_pretrained_weights
 from trifocal.train.checkpoint.random_state import restore_random_state, seed_everything
 from trifocal.train.checkpoint.save_load import load_checkpoint
@@ -141,9 +141,7 @@ class TrainSetup:
     def _make_model(self, begins: bool) -> DecoderLM:
         """The model on its device, with its first weights."""
         config = self.config
-        # On the meta device, the modules draw no weights: for a billion, that takes many seconds.
-        with torch.device("meta"):
-            model = DecoderLM(config.model)
+        model = meta_model(config.model)
         model.to_empty(device=self.device)
         model.init_weights(config.run.seed)
         if begins and config.model.from_:

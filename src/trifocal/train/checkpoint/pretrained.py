@@ -15,6 +15,7 @@ from trifocal.data.tokenizers import TOKENIZER_FILE, ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.decoder import meta_model
 from trifocal.models.hf_reader import is_hf_folder, read_hf_config, read_hf_model, read_hf_settings
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
@@ -98,8 +99,7 @@ class Pretrained:
         if self._exported and not is_hf_folder(self.path):
             return load_weights(self.path)
         config = self.config()
-        with torch.device("meta"):
-            model = DecoderLM(config)
+        model = meta_model(config)
         if self._exported:
             model.load_state_dict(read_hf_model(self.path)[1], assign=True)
         else:

@@ -9,7 +9,7 @@ import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM
+from trifocal.models.decoder import meta_model
 from trifocal.ops.devices import computes_bf16
 from trifocal.ops.dispatch import resolve
 from trifocal.runlog.sinks import check_sinks
@@ -252,8 +252,7 @@ def disk_bytes(config: RunConfig) -> int:
 
 def state_bytes(config: RunConfig) -> tuple[int, int]:
     """Bytes of what a checkpoint has, weights and the optimizer's moments, and of the gradients beside; all fp32."""
-    with torch.device("meta"):
-        model = DecoderLM(config.model)
+    model = meta_model(config.model)
     freeze(model, config.train.only)
     numbers = trained = 0
     for group in make_optimizer(model, config.optimizer).param_groups:
