@@ -72,6 +72,21 @@ def test_layers_share_what_is_compiled(make_model, monkeypatch, options, checkpo
     assert counters["stats"]["unique_graphs"] == 2 * (tables + kinds + 1), "passes without gradients are eager"
 
 
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_kinds_of_layers_and_models_beyond_dynamos_limit_compile(make_model, monkeypatch):
+    """Eight graphs of the layers of one model, and one of another."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    tokens = torch.randint(31, (2, 30))
+    packed = Documents.from_checked(torch.tensor([0, 5, 30, 58, 60]), 60, row_length=30)
+    for size, calls in ((40, [(tokens, None), (tokens.view(1, 60), packed)]), (41, [(tokens, None)])):
+        model = make_model(num_layers=4, layer_types=("dense", "window"), mlp_dim=size)
+        model.set_activation_checkpointing(0, 2)
+        expected = [gradients(model, *call) for call in calls]
+        model.compile_training()
+        torch.testing.assert_close([gradients(model, *call) for call in calls], expected, rtol=1e-11, atol=1e-12)
+
+
 def test_frozen_layers_that_are_checkpointed_compile(make_model, monkeypatch):
     """As where only an index learns, and some layers are dense: in these nothing has a gradient."""
     torch._dynamo.reset()

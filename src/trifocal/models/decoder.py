@@ -20,6 +20,8 @@ from trifocal.ops.choice_loss import sample_queries
 from trifocal.ops.validation import check_rank, check_type
 
 IGNORED_TARGET = -100
+# Graphs of a layer that may be compiled in a process: dynamo's own limit of eight would end a training.
+_COMPILED_KINDS = 64
 
 
 class Distillation(NamedTuple):
@@ -74,6 +76,10 @@ class DecoderLM(nn.Module):
 
     def _compile(self) -> None:
         """Compile one function for all blocks, and those around them, where asked for."""
+        if self._compiles:
+            # Of all models in the process: four types of layers, in rows and packed, recomputed or not, are sixteen.
+            config = torch._dynamo.config
+            config.recompile_limit = max(config.recompile_limit, _COMPILED_KINDS)
 
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, fullgraph=True, dynamic=False) if self._compiles else function
