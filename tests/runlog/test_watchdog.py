@@ -1,32 +1,32 @@
 """Dumps: one for each stall, with the stacks of every rank."""
 
-import ctypes
-import os
-import signal
+import json
 
 from tests.written_runs import Clock, wait_for
 from trifocal.runlog.heartbeat import Heartbeat
+from trifocal.runlog.jsonl import JsonLinesWriter
 from trifocal.runlog.stalls.watchdog import Watchdog
 
 
 def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck_and_continues(tmp_path):
     heartbeat = Heartbeat(tmp_path / "heartbeat", rank=2, interval_seconds=0.05)
     rows = []
-    with heartbeat, Watchdog(heartbeat, tmp_path):
+    with heartbeat, Watchdog(heartbeat, tmp_path) as watchdog:
         heartbeat.observers.append(rows.append)
         with heartbeat.phase("data"):
             pass
         with heartbeat.phase("data"):
             # A dump has the row that saw the request, which may have been begun before it.
             wait_for(lambda: bool(rows) and rows[-1]["phase"] == "data")
-            os.kill(os.getpid(), signal.SIGUSR1)
+            watchdog.ask()
             wait_for(lambda: any(tmp_path.glob("dumps/asked_*/summary.md")))
     (summary,) = tmp_path.glob("dumps/asked_*/summary.md")
     text = summary.read_text()
     assert "Nothing is stuck: every rank is making progress." in text
     assert "- Rank 2 was in data for 0:00 (usually " in text
-    stacks = (tmp_path / "dumps" / "stacks_rank2.txt").read_text()
-    assert "test_a_healthy_run_that_is_asked" in stacks and "heartbeat.py" in stacks, "of every thread"
+    stacks = (summary.parent / "stacks_rank2.txt").read_text()
+    assert "Thread MainThread" in stacks and "in test_a_healthy_run_that_is_asked" in stacks
+    assert "Thread trifocal-heartbeat" in stacks and "heartbeat.py" in stacks, "of every thread"
 
 
 def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path):
@@ -56,19 +56,6 @@ def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path):
     assert not (tmp_path / "dumps" / "stacks_rank0.txt").exists()
 
 
-def test_no_timer_is_left_that_would_write_into_a_closed_file(tmp_path, monkeypatch):
-    """The heartbeat's thread may still be looking at its last row: here, just before the file is closed."""
-    calls = []
-    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: calls.append("set"))
-    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: calls.append("cancelled"))
-    heartbeat = Heartbeat(tmp_path / "heartbeat")
-    row = heartbeat.snapshot()
-    with Watchdog(heartbeat, tmp_path) as watchdog:
-        close = watchdog._stacks.close
-        monkeypatch.setattr(watchdog._stacks, "close", lambda: (watchdog.observe(row), close()))
-    assert calls == ["set", "cancelled"]
-
-
 def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path):
     healthy = Heartbeat(tmp_path / "heartbeat", 1, interval_seconds=0.05)
     stuck = Heartbeat(tmp_path / "heartbeat", 0, interval_seconds=0.05, minimum_stall_seconds=0.2)
@@ -81,13 +68,23 @@ def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path):
     assert "| 1 | running |" in summary.read_text()
 
 
-def test_stacks_are_written_even_while_c_code_holds_the_interpreters_lock(tmp_path):
-    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.4)
-    rows = []
-    with heartbeat, Watchdog(heartbeat, tmp_path):
-        heartbeat.observers.append(rows.append)
-        wait_for(lambda: bool(rows))
-        # PyDLL, unlike CDLL, keeps the lock: no thread of Python's can run, the heartbeat's neither.
-        ctypes.PyDLL(None).usleep(900_000)
-        text = (tmp_path / "dumps" / "stacks_rank0.txt").read_text()
-    assert "test_stacks_are_written_even_while" in text
+def test_a_pause_is_no_stall_and_no_time_of_a_phase(tmp_path, caplog):
+    """As after Ctrl-Z: the training thread or the heartbeat's may be the first that runs again."""
+    clock, said = Clock(), []
+    heartbeat = Heartbeat(tmp_path / "heartbeat", clock=clock)
+    writer = JsonLinesWriter(tmp_path / "rows.jsonl")
+    with Watchdog(heartbeat, tmp_path, on_stall=said.append), writer:
+        for beats_first in (True, False):
+            for seconds in (1.0, 5000.0, 1.0):
+                with heartbeat.phase("backward"):
+                    heartbeat._beat(writer, "running")
+                    clock.pass_seconds(seconds)
+                    if beats_first:
+                        heartbeat._beat(writer, "running")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert not said
+    assert {row["stall_limit_seconds"] for row in rows[1:]} <= {None, 120.0}
+    assert rows[-1]["total_seconds"]["backward"] >= 10_000.0
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "rank 0: nothing ran for 1:23:20"
+    ] * 2

@@ -5,6 +5,7 @@ fields. On a GPU the phases are host times: the host may wait in `optimizer` for
 """
 
 import gc
+import math
 import os
 import socket
 import statistics
@@ -23,6 +24,7 @@ import torch
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger
 from trifocal.runlog.memory_statistics import MemoryStatistics, memory_statistics
 from trifocal.runlog.proc import process_start
+from trifocal.runlog.progress import duration
 
 PHASES = (
     *("start", "data", "wait", "forward", "backward", "optimizer"),
@@ -32,6 +34,8 @@ PHASES = (
 _UNLIMITED = ("start", "compile", "wait")
 STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
+# A beat that is this much late could not be made: nothing ran.
+PAUSE_SECONDS = 10.0
 _one_look_at_a_time = threading.Lock()
 _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
 HEARTBEAT_FIELDS = frozenset(
@@ -54,7 +58,8 @@ class Heartbeat:
     """Writes the state of one rank into the run's `heartbeat` folder; a context manager around the whole of training.
 
     Phases nest: after an inner phase the clock of the outer one starts anew. No phase counts as stalled before
-    `minimum_stall_seconds`, STALL_FACTOR times its median, or twice its longest recent time. Nothing here raises into
+    `minimum_stall_seconds`, STALL_FACTOR times its median, or twice its longest recent time, nor for the time in which
+    the process was stopped. Nothing here raises into
     training: a full disk gives one warning.
     """
 
@@ -82,6 +87,8 @@ class Heartbeat:
         self._phases = [("start", self._clock())]
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
+        self._last_beat: float | None = None
+        self._resumed = -math.inf
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
@@ -111,12 +118,14 @@ class Heartbeat:
                 # allocator's lock, and a heartbeat that waits for it would fall silent when it is needed.
                 self._memory, self._memory_is_old = memory_statistics(self._device), False
             with self._lock:
+                self._notice_pause(left)
                 self._add_total(left)
                 self._phases.pop()
                 outer = self._phases[-1][0]
                 # `start` ends with the first phase.
                 self._phases[-1] = ("other" if outer == "start" else outer, left)
-                self._times.setdefault(name, deque(maxlen=_TYPICAL_TIMES)).append(left - entered)
+                if entered >= self._resumed:
+                    self._times.setdefault(name, deque(maxlen=_TYPICAL_TIMES)).append(left - entered)
 
     def update(
         self, *, step: int | None = None, loss: float | None = None, tokens_per_second: float | None = None
@@ -194,6 +203,21 @@ class Heartbeat:
         phase, since = self._phases[-1]
         self._totals[phase] = self._totals.get(phase, 0.0) + now - since
 
+    def _notice_pause(self, now: float) -> None:
+        """Where no thread ran, as while the process is stopped, the time is not the phase's: its clock starts anew."""
+        if self._last_beat is None or now - self._last_beat < self.interval_seconds + PAUSE_SECONDS:
+            return
+        logger.warning(
+            "rank %d: nothing ran for %s; the process was stopped (Ctrl-Z, a suspended job or container), or C code kept "
+            "the interpreter's lock",
+            self.rank,
+            duration(now - self._last_beat),
+        )
+        self._add_total(now)
+        self._phases[-1] = self._phases[-1][0], now
+        self._resumed = now
+        self._last_beat = now
+
     def _run(self) -> None:
         # The file stays open: if the run's folder is moved, the last row must not create it again.
         with JsonLinesWriter(self.path) as writer:
@@ -205,6 +229,10 @@ class Heartbeat:
 
     def _beat(self, writer: JsonLinesWriter, status: str) -> None:
         try:
+            with self._lock:
+                self._notice_pause(self._clock())
+                # A disk that lets this thread wait is no pause of the others.
+                self._last_beat = None
             row = self.snapshot(status)
             writer.append(row)
             for observe in self.observers:
@@ -213,6 +241,8 @@ class Heartbeat:
             if not self._warned:
                 self._warned = True
                 logger.warning("the heartbeat of rank %d misses beats", self.rank, exc_info=True)
+        finally:
+            self._last_beat = self._clock()
 
     def __enter__(self) -> Self:
         try:
@@ -268,16 +298,33 @@ def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozense
 
 
 def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, int]]:
-    """Code and line of every frame of unknown threads, then of the training thread. No frame leaves this function, not
-    even its own: it keeps its local variables alive, tensors too.
+    """Code and line of every frame of unknown threads, then of the training thread."""
+    found = _threads()
+    del found[threading.get_ident()]
+    main = found.get(main_thread, [])
+    return [place for ident, stack in found.items() if ident not in known for place in stack] + main
+
+
+def all_stacks() -> str:
+    """The Python stacks of all threads as text, each innermost frame first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, stack in _threads().items():
+        lines.append(f"Thread {names.get(ident, ident)} (most recent call first):")
+        lines += [f'  File "{code.co_filename}", line {line} in {code.co_name}' for code, line in stack]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _threads() -> dict[int, list[tuple[CodeType, int]]]:
+    """Code and line of every frame of each thread. No frame leaves this function, not even its own: it keeps its local
+    variables alive, tensors too.
     """
-    found = []
+    found: dict[int, list[tuple[CodeType, int]]] = {}
     with _no_collection():
-        frames = sys._current_frames()
-        del frames[threading.get_ident()]
-        main = frames.get(main_thread)
-        for frame in [*(frame for ident, frame in frames.items() if ident not in known), main]:
+        for ident, frame in sys._current_frames().items():
+            stack = found[ident] = []
             while frame is not None:
-                found.append((frame.f_code, frame.f_lineno))
+                stack.append((frame.f_code, frame.f_lineno))
                 frame = frame.f_back
     return found

@@ -107,7 +107,7 @@ def run_training(
         if checkpoint is not None:
             setup.restore(checkpoint)
         log = open_logger(setup, stack)
-        signals = stack.enter_context(StopSignals())
+        signals = stack.enter_context(StopSignals(log.watchdog.ask))
         if setup.graphs is not None:
             stack.callback(setup.graphs.release)
         coordinator = StepCoordinator(setup.processes, signals, setup.teacher, setup.config.parallel.context)

@@ -35,6 +35,8 @@ class RunLogger:
         self._loader, self._graphs = setup.loader, setup.graphs
         self._directory, self._mark = setup.directory, read_mark(setup.directory)
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
+        on_stall = functools.partial(self.log_event, "stalled", severity="warning")
+        self.watchdog = Watchdog(heartbeat, setup.directory, on_stall=on_stall)
         config = setup.config
         self._device = setup.device
         self._row_tokens = config.train.sequence_length
@@ -212,8 +214,7 @@ def open_logger(setup: TrainSetup, stack: ExitStack) -> RunLogger:
     progress = Progress(config.train.steps, start_step=setup.state.step, enabled=processes.is_rank0)
     logger = RunLogger(setup, metrics, heartbeat, progress)
     stack.enter_context(heartbeat)
-    on_stall = functools.partial(logger.log_event, "stalled", severity="warning")
-    stack.enter_context(Watchdog(heartbeat, directory, on_stall=on_stall))
+    stack.enter_context(logger.watchdog)
     stack.enter_context(progress)
     setup.loader.on_stall = logger.report_data_stall
     return logger

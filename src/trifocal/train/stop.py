@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -36,12 +36,14 @@ class StoppedBeforeFirstStep(KeyboardInterrupt):
 class StopSignals:
     """While active, SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal; unless `nohup` has it ignored) ask the run
     to stop at the end of its step; another one, at least two seconds later, ends the process at once. Before
-    `something_to_save` is set, a signal raises `StoppedBeforeFirstStep` in the main thread.
+    `something_to_save` is set, a signal raises `StoppedBeforeFirstStep` in the main thread. SIGUSR1 calls `on_usr1` in
+    another thread, and stops nothing.
 
     Handlers can be set in the main thread only; elsewhere this does nothing. At the end the earlier handlers return.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_usr1: Callable[[], None] = lambda: None) -> None:
+        self._on_usr1 = on_usr1
         self.received: str | None = None
         """Name of the signal that asked to stop; None before."""
         self.something_to_save = False
@@ -66,7 +68,9 @@ class StopSignals:
             number = os.read(self._pipe[0], 1)[0]
             if number == 0:
                 return
-            if number in self._before and number != _INTERRUPT:
+            if number == signal.SIGUSR1:
+                self._on_usr1()
+            elif number in self._before and number != _INTERRUPT:
                 self._handle(number)
 
     def _handle(self, number: int) -> None:
@@ -116,7 +120,7 @@ class StopSignals:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            for number in _SIGNALS:
+            for number in (*_SIGNALS, signal.SIGUSR1):
                 if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                     # Python writes the signal's number to the pipe; the function has nothing to do.
                     self._before[number] = signal.signal(number, lambda *_: None)

@@ -3,7 +3,6 @@
 docs/runs.md has the files. A part that fails writes the error into its file; nothing here raises but `stall_summary`.
 """
 
-import faulthandler
 import json
 import threading
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trifocal.errors import UserError
+from trifocal.runlog.heartbeat import all_stacks
 from trifocal.runlog.jsonl import Row, logger
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import read_run
@@ -31,10 +31,9 @@ class Answer(NamedTuple):
 
 
 def write_stacks(folder: Path, rank: int) -> None:
-    """Write all threads' stacks, only for stalls: the process dies if a thread of C++ then begins to call Python."""
+    """Write the Python stacks of all threads."""
     try:
-        with (folder / f"stacks_rank{rank}.txt").open("w") as file:
-            faulthandler.dump_traceback(file=file, all_threads=True)
+        (folder / f"stacks_rank{rank}.txt").write_text(all_stacks(), encoding="utf-8")
     except OSError as error:
         logger.warning("cannot write the stacks of rank %d: %s", rank, error)
 

@@ -1,6 +1,6 @@
 """Finds a stall from inside the process, and writes a dump about it.
 
-When a phase passes the limit that the heartbeat has learned for it, or on SIGUSR1, `dumps/` gets a folder with the
+When a phase passes the limit that the heartbeat has learned for it, or when asked, `dumps/` gets a folder with the
 files of `dump.py` from every rank with a live watchdog. Training continues, also on a full disk. A stall has one dump
 for all of its ranks and its whole length.
 """
@@ -8,7 +8,6 @@ for all of its ranks and its whole length.
 import contextlib
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
@@ -32,42 +31,37 @@ _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
 
 
-class StackDump:
-    """Writes the Python stack of every thread into the run's dumps: on SIGUSR1 (`kill -USR1 PID`), without stopping the
-    run, and on the fatal signals SIGSEGV, SIGABRT, SIGBUS, SIGFPE and SIGILL.
+class FatalStacks:
+    """Has faulthandler write the Python stacks of all threads into the run's dumps on the fatal signals SIGSEGV,
+    SIGABRT, SIGBUS, SIGFPE and SIGILL.
 
-    faulthandler writes in the signal handler itself, so it works while the main thread is busy in C code or holds the
-    interpreter's lock.
+    Not at a time, nor on a signal that the process outlives: without the interpreter's lock it reads frames that threads
+    are changing, and the process may die.
     """
 
     def __init__(self, directory: Path, rank: int = 0) -> None:
-        self.path = directory / f"stacks_rank{rank}.txt"
-        self.file: TextIO
+        path = directory / f"stacks_rank{rank}.txt"
+        self._file: TextIO
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("a")
+            self._file = path.open("a")
         except OSError as error:
-            logger.warning("cannot open %s (%s); training continues, stacks go to standard error", self.path, error)
+            logger.warning("cannot open %s (%s); training continues, stacks go to standard error", path, error)
             # A copy, which close() may close.
-            self.file = os.fdopen(os.dup(2), "w")
+            self._file = os.fdopen(os.dup(2), "w")
+        self._path = path
         self._was_enabled = faulthandler.is_enabled()
-        faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
-        faulthandler.enable(file=self.file, all_threads=True)
-
-    def size(self) -> int:
-        """Bytes in the file; 0 if there is none."""
-        return self.path.stat().st_size if self.path.is_file() else 0
+        faulthandler.enable(file=self._file, all_threads=True)
 
     def close(self) -> None:
         """Restore the signals and close the file; an empty one is removed."""
-        faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
         if self._was_enabled and sys.__stderr__ is not None:
             faulthandler.enable(file=sys.__stderr__)
-        self.file.close()
-        if self.size() == 0:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+        self._file.close()
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_size == 0:
+                self._path.unlink()
 
 
 class Watchdog:
@@ -83,19 +77,19 @@ class Watchdog:
         self._directory, self._dumps = Path(run_directory), Path(run_directory) / "dumps"
         self._heartbeat, self._rank = heartbeat, heartbeat.rank
         self._on_stall = on_stall
-        self._stacks = StackDump(self._dumps, self._rank)
-        self._stacks_size = self._stacks.size()
+        self._fatal_stacks = FatalStacks(self._dumps, self._rank)
+        self._asked = False
         self._stalled: tuple[str, float] | None = None
         self._seen = set(self._folders())
 
+    def ask(self) -> None:
+        """Have the next row make a dump."""
+        self._asked = True
+
     def observe(self, row: Row) -> None:
         """Check one heartbeat row; called by the heartbeat's thread."""
-        # If no Python thread runs for that long, C code holds the interpreter's lock: then faulthandler's own thread,
-        # which needs no lock, writes the stacks.
-        frozen_seconds = max(self._heartbeat.minimum_stall_seconds, 3 * row["interval_seconds"])
-        faulthandler.dump_traceback_later(frozen_seconds, file=self._stacks.file)
         self._answer_other_ranks(row)
-        limit, size, entry = row["stall_limit_seconds"], self._stacks.size(), self._heartbeat.current_phase()
+        limit, entry = row["stall_limit_seconds"], self._heartbeat.current_phase()
         if limit is not None and row["phase_seconds"] > limit and entry != self._stalled:
             self._stalled = entry
             what = (
@@ -104,9 +98,9 @@ class Watchdog:
             )
             folder = self._current_stall() or self._dump(f"stalled_step_{row['step']:08}_%Y%m%d-%H%M", what, row)
             self._on_stall(f"rank {self._rank} {what}, at {row['where']}; see {folder / 'summary.md'}")
-        elif size > self._stacks_size:
+        elif self._asked:
+            self._asked = False
             self._dump(f"asked_step_{row['step']:08}_rank{self._rank}_%Y%m%d-%H%M%S", "was asked for its stacks", row)
-        self._stacks_size = size
 
     def _current_stall(self) -> Path | None:
         """The dump that another rank has just begun, and that already has this rank's answer."""
@@ -185,6 +179,4 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._heartbeat.observers.remove(self.observe)
-        self._stacks.close()
-        # Last: the heartbeat's thread may have set the timer again, and the closed file's number may be reused.
-        faulthandler.cancel_dump_traceback_later()
+        self._fatal_stacks.close()
