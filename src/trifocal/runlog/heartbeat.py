@@ -208,8 +208,8 @@ class Heartbeat:
         if self._last_beat is None or now - self._last_beat < self.interval_seconds + PAUSE_SECONDS:
             return
         logger.warning(
-            "rank %d: nothing ran for %s; the process was stopped (Ctrl-Z, a suspended job or container), or C code kept "
-            "the interpreter's lock",
+            "rank %d: nothing ran for %s; the process was stopped (Ctrl-Z, a suspended job or container), or C code "
+            "kept the interpreter's lock",
             self.rank,
             duration(now - self._last_beat),
         )
@@ -326,5 +326,5 @@ def _threads() -> dict[int, list[tuple[CodeType, int]]]:
             stack = found[ident] = []
             while frame is not None:
                 stack.append((frame.f_code, frame.f_lineno))
-                frame = frame.f_back
+                frame = frame.f_back  # type: ignore[assignment]
     return found

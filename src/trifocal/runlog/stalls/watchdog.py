@@ -35,8 +35,8 @@ class FatalStacks:
     """Has faulthandler write the Python stacks of all threads into the run's dumps on the fatal signals SIGSEGV,
     SIGABRT, SIGBUS, SIGFPE and SIGILL.
 
-    Not at a time, nor on a signal that the process outlives: without the interpreter's lock it reads frames that threads
-    are changing, and the process may die.
+    Not at a time, nor on a signal that the process outlives: without the interpreter's lock it reads frames that
+    threads are changing, and the process may die.
     """
 
     def __init__(self, directory: Path, rank: int = 0) -> None:
