@@ -31,7 +31,7 @@ from trifocal.train.checkpoint.pretrained import Pretrained, open_pretrained, pr
 from trifocal.train.config.check import choose_device
 
 _NO_COLUMNS = ("task", "length", "status", "source")
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _LINE_SECONDS = 5.0
 _WIDE = 10_000
 _TITLES = {
@@ -135,9 +135,8 @@ def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
         data = replace(data, validation_fraction=options.validation_fraction)
     model = found.model().to(device).eval()
     # Weights of another type than fp32 decide the type of the products, whatever their run had.
-    precision = _PRECISIONS.get(model.embedding.weight.dtype) or (
-        "fp32" if found.run is None else found.run.train.precision
-    )
+    dtype = model.embedding.weight.dtype
+    precision = _PRECISIONS[found.dtype(device) if dtype == torch.float32 else dtype]
     tokenizer = found.tokenizer()
     beside = _beside(options.beside, tokenizer, device) if options.beside else None
     return Subject(model, tokenizer, data, found.run, device, precision, found.sequence_length(), beside)

@@ -71,8 +71,8 @@ class ServeArguments(ModelArguments):
     keep_alive_seconds: int = 75
     """Seconds after which an idle connection is closed; longer than those of a proxy in front."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the products and caches; "auto": as in training, or that of the model's files; bf16 is fp32 on a CPU
-    without instructions for it."""
+    """Type of the products and caches; "auto": as in training; without a run bf16 on a GPU, and that of the files on a
+    CPU; bf16 is fp32 on a CPU without instructions for it."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -30,8 +30,8 @@ class TooShort(Exception):
 class Subject:
     """A trained model, on its device, with what its evaluation needs; None where that is not known.
 
-    `data` are the text or the task; `precision` is that of the products, "fp32" or "bf16" as in training, or that of
-    weights of another type; the loss is compared with that of the model `beside`, of the same tokens.
+    `data` are the text or the task; `precision` is that of the products: `Pretrained.dtype`, or that of weights of
+    another type than fp32; the loss is compared with that of the model `beside`, of the same tokens.
     """
 
     model: DecoderLM

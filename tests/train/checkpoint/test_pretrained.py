@@ -151,6 +151,20 @@ def test_only_a_folder_marked_as_a_run_has_the_configuration_of_its_weights(sour
     assert run_of(tmp_path / "weights") is None
 
 
+def test_on_a_gpu_weights_without_their_run_work_in_bf16(source, tmp_path):
+    """A sparse model out of a GGUF has fp32 files, and nobody serves it in fp32; a run in fp32 stays what it was."""
+    alone = open_pretrained(shutil.copytree(source / "weights", tmp_path / "weights"))
+    found = [
+        (model.run is None, place, model.dtype(torch.device(place)))
+        for model in (alone, open_pretrained(source / "weights"))
+        for place in ("cuda", "cpu")
+    ]
+    assert found == [
+        (True, "cuda", torch.bfloat16), (True, "cpu", torch.float32),
+        (False, "cuda", torch.float32), (False, "cpu", torch.float32),
+    ]  # fmt: skip
+
+
 def begin(folder, source, **changes):
     overrides = {"model.from": str(source), "train.steps": 2, **changes}
     return load_config(write_config(folder), overrides)
