@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _INTERRUPT = signal.SIGURG
 """Wakes the training thread; ignored by default, and not among the blocked ones."""
 SAME_REQUEST_SECONDS = 2.0
@@ -120,7 +120,7 @@ class StopSignals:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
             self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-            for number in (*_SIGNALS, signal.SIGUSR1):
+            for number in _SIGNALS:
                 if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
                     # Python writes the signal's number to the pipe; the function has nothing to do.
                     self._before[number] = signal.signal(number, lambda *_: None)
