@@ -196,7 +196,9 @@ def test_home_is_expanded_and_advice_can_be_pasted(tmp_path, monkeypatch, capsys
     assert main(["train", "--resume=~/at home", "--train.steps", "3"]) == 0
     capsys.readouterr()
     assert main(["train", str(path), "--run.directory", "-x", "--train.steps", "1"]) == 0
-    assert 'trifocal generate ./-x --prompt "import "' in capsys.readouterr().out
+    assert 'trifocal generate ./-x --prompt "the beginning of a text"' in capsys.readouterr().out
+    assert main(["train", str(path), "--data.source", "builtin", "--run.directory", "y", "--train.steps", "1"]) == 0
+    assert 'trifocal generate y --prompt "import "' in capsys.readouterr().out
 
 
 # `python -c HOLD FOLDER FILE`: makes the file when it has the lock.

@@ -173,7 +173,8 @@ def _summary(result: TrainResult, advise: bool) -> str:
     report = f"trifocal report {directory}"
     if importlib.util.find_spec("plotly") is None:
         report = f"pip install 'trifocal[report]' && {report}"
-    generate = {"continue a text of yours": f'trifocal generate {directory} --prompt "import "'}
+    prompt = "import " if "builtin" in load_run(result.directory).data.sources else "the beginning of a text"
+    generate = {"continue a text of yours": f'trifocal generate {directory} --prompt "{prompt}"'}
     advice = {
         **({} if result.evaluation is not None and result.evaluation.bits_per_byte is None else generate),
         "measure what it can do": f"trifocal evaluate {directory}",
