@@ -12,6 +12,7 @@ import torch
 
 from tests.data import loaders
 from tests.data.loaders import same, take
+from tests.written_runs import Clock
 from trifocal.data import DataConfig, Loader, make_tokenizer, prefetch
 from trifocal.data.prefetch import Activity
 from trifocal.data.reader import make_source
@@ -263,6 +264,21 @@ def test_a_stall_past_the_limit_is_an_error(source, monkeypatch, caplog):
             next(loader)
         blocked.release.set()
     assert "data stall: no batch for" in caplog.text
+
+
+def test_while_the_process_is_stopped_nobody_waits_for_data(source, monkeypatch):
+    """As after Ctrl-Z for more than half an hour: the wait goes on, and its data come."""
+    blocked, clock = Blocked(monkeypatch), Clock()
+    monkeypatch.setattr(prefetch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(time, "monotonic", clock)
+
+    def stopped_and_continued():
+        clock.pass_seconds(10_000)
+        blocked.release.set()
+        return False
+
+    with open_loader(source, on_stall=pytest.fail, interrupted=stopped_and_continued) as loader:
+        next(loader)
 
 
 def test_a_wait_can_be_interrupted_and_loses_nothing(source, monkeypatch):

@@ -82,18 +82,20 @@ class Prefetcher(Generic[Item]):
             self._thread.join(timeout=0.05)
 
     def _wait(self) -> Item | BaseException:
-        begin = time.monotonic()
+        # The sum of the waits, not the clock's: while the process is stopped, nobody waits.
+        age = 0.0
         report_at = STALL_SECONDS
         while True:
-            age = time.monotonic() - begin
             if age >= STALL_LIMIT_SECONDS:
                 raise UserError(f"data stall: no batch for {age:.0f} s; the data thread is {self._activity.text}")
             if age >= report_at:
                 self._on_stall(age, self._activity.text)
                 report_at += STALL_SECONDS
+            wait = min(report_at - age, STALL_LIMIT_SECONDS - age, LOOK_SECONDS)
             try:
-                return self._queue.get(timeout=min(report_at - age, STALL_LIMIT_SECONDS - age, LOOK_SECONDS))
+                return self._queue.get(timeout=wait)
             except queue.Empty:
+                age += wait
                 if self._interrupted():
                     raise Stopped from None
 
