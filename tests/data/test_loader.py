@@ -207,6 +207,18 @@ def test_good_batches_before_a_bad_line_are_given_and_the_error_keeps_its_kind(t
         assert isinstance(info.value.__cause__, UserError)
 
 
+def test_epochs_do_not_go_back_after_a_resume(source):
+    """Of the streams without a row since then, the saved epoch counts."""
+    settings = {"streams": 4, "batch_size": 1}
+    with open_loader(source, **settings) as loader:
+        steps = [(loader.state_dict(), next(loader).epochs) for _ in range(600)]
+    assert steps[-1][1] > (1,)
+    for state, epochs in steps[::7]:
+        with open_loader(source, **settings) as loader:
+            loader.load_state_dict(state)
+            assert epochs[0] - 1 <= next(loader).epochs[0] <= epochs[0]
+
+
 class Blocked:
     """Reading that hangs until it is let go."""
 

@@ -129,7 +129,9 @@ class SourceReader:
         """Go to a position that was checked; None: the start."""
         for index, stream in self.streams.items():
             stream.seek(self._start[index] if state is None else state["streams"][str(index)])
-        self._epochs, self.epoch = {}, 0 if state is None else state["epoch"]
+        self.epoch = 0 if state is None else state["epoch"]
+        # Of streams without a row since then, too: the lowest counts.
+        self._epochs = dict.fromkeys(self.streams, self.epoch)
 
 
 def make_source(config: DataConfig, activity: Activity, split: str, bad: BadDocuments) -> tuple[Source, DataConfig]:
