@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.written_runs import wait_for
+from tests.written_runs import Clock, wait_for
 from trifocal.distributed import peers as module
 from trifocal.distributed.peers import PeerLost, PeerMonitor
 from trifocal.distributed.processes import DistributedContext
@@ -75,6 +75,24 @@ def test_a_silent_process_is_named(store):
     with peers:
         wait_for(lambda: statuses)
     assert sentences[0].startswith(f"rank 1 (process {os.getpid()} on {socket.gethostname()}) has been silent for")
+
+
+def test_the_time_in_which_this_process_was_stopped_is_no_silence_of_the_others(store, monkeypatch):
+    """A group is stopped, and this process is the first that continues."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    note(store, 1, 1)
+    peers, _, _ = watched(store, seconds=20)
+    assert peers._look() is None
+    clock.pass_seconds(5000.0)
+    assert peers._look() is None
+    clock.pass_seconds(0.05)
+    note(store, 1, 2)
+    assert peers._look() is None
+    for _ in range(500):
+        clock.pass_seconds(0.05)
+        sentence = peers._look()
+    assert "has been silent for 25 s" in sentence
 
 
 def test_a_process_never_seen_here_is_not_gone(store):

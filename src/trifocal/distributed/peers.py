@@ -69,7 +69,7 @@ class PeerMonitor:
         self._on_lost, self._on_stop = on_lost, on_stop
         self._leave = leave
         self._beat = 0
-        self._exchanged = time.monotonic()
+        self._exchanged = self._looked = time.monotonic()
         self._seen: dict[int, _Seen] = {}
         self._first_gone: int | None = None
         self._lock = threading.Lock()
@@ -111,11 +111,17 @@ class PeerMonitor:
         """Write a note, read those of the others, and describe a lost process, if there is one."""
         with self._lock:
             now, unreachable = time.monotonic(), None
+            # While this process itself was stopped, it heard nobody: others may continue later than it.
+            stopped = max(0.0, now - self._looked - _INTERVAL_SECONDS)
+            self._exchanged += stopped
+            for seen in self._seen.values():
+                seen.changed += stopped
             try:
                 self._exchange(now)
             except RuntimeError as error:
                 # The store may have ended with its process.
                 unreachable = error
+            self._looked = time.monotonic()
             # A process that is gone comes first: the others may have failed because of it.
             if gone := self._gone():
                 return gone
