@@ -7,14 +7,13 @@ import math
 import os
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.train.tiny import WORDS, before_step, make_config
-from tests.written_runs import Clock
+from tests.written_runs import Clock, wait_for
 from trifocal.cli.train import _summary
 from trifocal.data import prefetch
 from trifocal.data.sources.text import TextSource
@@ -23,6 +22,7 @@ from trifocal.errors import UserError
 from trifocal.inference import Engine
 from trifocal.models import flops_per_token
 from trifocal.runlog import read_metrics
+from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.train import load_config, resume, run_logger, train
 from trifocal.train import setup as train_setup
@@ -191,23 +191,38 @@ def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path
     assert not (tmp_path / "run" / "attention").exists()
 
 
-def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path, monkeypatch):
-    seeds, original, clock = [], Engine.run, Clock()
+def test_samples_share_a_seed_and_pauses_are_no_training(tmp_path, monkeypatch, capsys):
+    seeds, original, clock, made = [], Engine.run, Clock(), []
+
+    def heartbeat(*args, **kwargs):
+        made.append(Heartbeat(*args, clock=clock, **kwargs))
+        return made[0]
 
     def slow(self, requests):
         seeds.extend(request.sampling.seed for request in requests)
         clock.pass_seconds(20.0)
         return original(self, requests)
 
+    def step_takes(step, parts):
+        if step == 3:
+            # The process is stopped for an hour; the heartbeat, which has begun, notices it as soon as it continues.
+            wait_for(lambda: made[0]._last_beat is not None)
+            clock.pass_seconds(3600.0)
+            made[0].seconds_run()
+        clock.pass_seconds(step)
+
     monkeypatch.setattr(Engine, "run", slow)
-    monkeypatch.setattr("trifocal.train.run_logger.time", SimpleNamespace(perf_counter=clock))
-    before_step(monkeypatch, lambda step, parts: clock.pass_seconds(step))
-    flags = ("--train.steps", "4", "--log.sample_interval_steps", "2", "--log.sample_tokens", "2")
+    monkeypatch.setattr("trifocal.train.run_logger.Heartbeat", heartbeat)
+    before_step(monkeypatch, step_takes)
+    flags = ("--train.steps", "5", "--log.sample_interval_steps", "2", "--log.sample_tokens", "2")
     train(make_config(tmp_path, *flags, "--log.interval_steps", "4", "--evaluate.interval_steps", "0"))
-    assert seeds == [7, 7]
+    assert seeds == [7, 7, 7]
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
     # The sample of step 2 is within the second row, whose steps took two, three and four seconds.
-    assert [(row["step"], row["step_seconds"]) for row in rows] == [(1, 1.0), (4, 3.0)]
+    assert [(row["step"], row["step_seconds"]) for row in rows] == [(1, 1.0), (4, 3.0), (5, 5.0)]
+    # Three steps took 29 seconds, a sample included.
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 4/5")]
+    assert line.endswith("ETA 0:10")
 
 
 # PyTorch's tracer warns about its own calls.

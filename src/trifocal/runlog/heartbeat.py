@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Protocol, Self
 
 import torch
@@ -59,8 +59,7 @@ class Heartbeat:
 
     Phases nest: after an inner phase the clock of the outer one starts anew. No phase counts as stalled before
     `minimum_stall_seconds`, STALL_FACTOR times its median, or twice its longest recent time, nor for the time in which
-    the process was stopped. Nothing here raises into
-    training: a full disk gives one warning.
+    the process was stopped. Nothing here raises into training: a full disk gives one warning.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._last_beat: float | None = None
-        self._resumed = -math.inf
+        self._resumed, self._paused_seconds = -math.inf, 0.0
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
@@ -107,6 +106,7 @@ class Heartbeat:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {name!r}")
         entered = self._clock()
         with self._lock:
+            self._notice_pause(entered)
             self._add_total(entered)
             self._phases.append((name, entered))
         try:
@@ -150,6 +150,13 @@ class Heartbeat:
         """The phase and its beginning by the clock: together they identify one entry into the phase."""
         with self._lock:
             return self._phases[-1]
+
+    def seconds_run(self) -> float:
+        """The clock without the times in which nothing ran."""
+        with self._lock:
+            now = self._clock()
+            self._notice_pause(now)
+            return now - self._paused_seconds
 
     def snapshot(self, status: str = "running") -> Row:
         """The row of this moment."""
@@ -205,14 +212,18 @@ class Heartbeat:
 
     def _notice_pause(self, now: float) -> None:
         """Where no thread ran, as while the process is stopped, the time is not the phase's: its clock starts anew."""
-        if self._last_beat is None or now - self._last_beat < self.interval_seconds + PAUSE_SECONDS:
+        if self._last_beat is None:
+            return
+        seconds = now - max(self._last_beat, self._phases[-1][1])
+        if seconds < self.interval_seconds + PAUSE_SECONDS:
             return
         logger.warning(
             "rank %d: nothing ran for %s; the process was stopped (Ctrl-Z, a suspended job or container), or C code "
             "kept the interpreter's lock",
             self.rank,
-            duration(now - self._last_beat),
+            duration(seconds),
         )
+        self._paused_seconds += seconds
         self._add_total(now)
         self._phases[-1] = self._phases[-1][0], now
         self._resumed = now
@@ -321,10 +332,11 @@ def _threads() -> dict[int, list[tuple[CodeType, int]]]:
     variables alive, tensors too.
     """
     found: dict[int, list[tuple[CodeType, int]]] = {}
+    frame: FrameType | None
     with _no_collection():
         for ident, frame in sys._current_frames().items():
             stack = found[ident] = []
             while frame is not None:
                 stack.append((frame.f_code, frame.f_lineno))
-                frame = frame.f_back  # type: ignore[assignment]
+                frame = frame.f_back
     return found

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -45,7 +44,7 @@ class RunLogger:
         peak = peak_bf16_flops(torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else "")
         self._peak_flops = None if peak is None else peak * setup.processes.size
         # Since the last row.
-        self._since, self._last_step, self._paused_seconds = time.perf_counter(), setup.state.step, 0.0
+        self._since, self._last_step, self._paused_seconds = heartbeat.seconds_run(), setup.state.step, 0.0
         self._skipped_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
@@ -82,10 +81,10 @@ class RunLogger:
     @contextmanager
     def pause(self, phase: str) -> Iterator[None]:
         """Name the block's phase for the heartbeat, and leave its time out of the rates: it is not training."""
-        begin = time.perf_counter()
+        begin = self.heartbeat.seconds_run()
         with self.heartbeat.phase(phase):
             yield
-        self._paused_seconds += time.perf_counter() - begin
+        self._paused_seconds += self.heartbeat.seconds_run() - begin
 
     def log_first_batch(self) -> None:
         """Log how long the first batch took, and print it where somebody waited."""
@@ -97,7 +96,7 @@ class RunLogger:
         """Write the train row of the last step, which is known to be finite; waits for the device."""
         step, bad = self._state.step, self._loader.bad_documents
         loss = self._state.loss = result.loss.item()
-        now, (wait_p50, wait_p95) = time.perf_counter(), self._loader.latency()
+        now, (wait_p50, wait_p95) = self.heartbeat.seconds_run(), self._loader.latency()
         step_seconds = (now - self._since - self._paused_seconds) / (step - self._last_step)
         self._since, self._last_step, self._paused_seconds = now, step, 0.0
         tokens_per_second = self._tokens_per_step / step_seconds
@@ -211,7 +210,12 @@ def open_logger(setup: TrainSetup, stack: ExitStack) -> RunLogger:
         device=setup.device,
         parallel_mode=setup.parallel.mode,
     )
-    progress = Progress(config.train.steps, start_step=setup.state.step, enabled=processes.is_rank0)
+    progress = Progress(
+        config.train.steps,
+        start_step=setup.state.step,
+        enabled=processes.is_rank0,
+        clock=heartbeat.seconds_run,
+    )
     logger = RunLogger(setup, metrics, heartbeat, progress)
     stack.enter_context(heartbeat)
     stack.enter_context(logger.watchdog)
