@@ -50,6 +50,11 @@ def test_records_are_told_in_words():
     assert "number 1 of group 0 default_pg: completed, called 11.0 s ago, took 0.25 ms" in page
 
 
+def test_stacks_of_a_file_whose_name_is_no_text_are_written(tmp_path):
+    exec(compile("write_stacks(tmp_path, 0)", "/home/caf\udce9/own.py", "exec"), globals(), {"tmp_path": tmp_path})
+    assert "/home/caf\\udce9/own.py" in (tmp_path / "stacks_rank0.txt").read_text()
+
+
 def collective(number, *, ended, library="nccl", group="0 default_pg"):
     state = "completed" if ended else "started"
     return Collective(library, group, number, "all_reduce", "[1] Float", ended, state, 5.0, None, "")

@@ -1,5 +1,6 @@
 """Dumps: one for each stall, with the stacks of every rank."""
 
+import contextlib
 import json
 
 from tests.written_runs import Clock, wait_for
@@ -66,6 +67,20 @@ def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path):
             wait_for(lambda: len(list(tmp_path.glob("dumps/stalled_*/stacks_rank*.txt"))) == 2)
     (summary,) = tmp_path.glob("dumps/stalled_*/summary.md")
     assert "| 1 | running |" in summary.read_text()
+
+
+def test_ranks_that_are_all_asked_make_one_dump(tmp_path):
+    """As by a scheduler, which signals every process."""
+    heartbeats = [Heartbeat(tmp_path / "heartbeat", rank) for rank in range(3)]
+    with contextlib.ExitStack() as stack:
+        watchdogs = [stack.enter_context(Watchdog(heartbeat, tmp_path)) for heartbeat in heartbeats]
+        for watchdog in watchdogs:
+            watchdog.ask()
+        for watchdog, heartbeat in 2 * [*zip(watchdogs, heartbeats, strict=True)]:
+            watchdog.observe(heartbeat.snapshot())
+        wait_for(lambda: len(list(tmp_path.glob("dumps/*/rank*.json"))) == 3)
+    (folder,) = (path for path in (tmp_path / "dumps").iterdir() if path.is_dir())
+    assert len(list(folder.glob("stacks_rank*.txt"))) == 3
 
 
 def test_a_pause_is_no_stall_and_no_time_of_a_phase(tmp_path, caplog):

@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 def write_stacks(folder: Path, rank: int) -> None:
     """Write the Python stacks of all threads."""
     try:
-        (folder / f"stacks_rank{rank}.txt").write_text(all_stacks(), encoding="utf-8")
+        (folder / f"stacks_rank{rank}.txt").write_text(all_stacks(), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         logger.warning("cannot write the stacks of rank %d: %s", rank, error)
 

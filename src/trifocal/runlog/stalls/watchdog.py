@@ -158,6 +158,9 @@ class Watchdog:
         for folder in self._folders():
             if folder not in self._seen:
                 self._seen.add(folder)
+                if folder.name.startswith("asked"):
+                    # All ranks may be asked at once: one dump has the answers of all.
+                    self._asked = False
                 write_stacks(folder, self._rank)
                 self._in_background(write_details, folder, self._rank, row)
 
