@@ -99,7 +99,7 @@ def test_a_pause_is_no_stall_and_no_time_of_a_phase(tmp_path, caplog):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert not said
     assert {row["stall_limit_seconds"] for row in rows[1:]} <= {None, 120.0}
-    assert rows[-1]["total_seconds"]["backward"] >= 10_000.0
+    assert rows[-1]["total_seconds"]["backward"] == 3.0
     assert heartbeat.seconds_run() == clock.now - 10_000.0
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "rank 0: nothing ran for 1:23:20"

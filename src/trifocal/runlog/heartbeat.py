@@ -224,7 +224,7 @@ class Heartbeat:
             duration(seconds),
         )
         self._paused_seconds += seconds
-        self._add_total(now)
+        self._add_total(now - seconds)
         self._phases[-1] = self._phases[-1][0], now
         self._resumed = now
         self._last_beat = now
