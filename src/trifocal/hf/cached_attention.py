@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trifocal.hf.layer_cache import TrifocalLayer
+from trifocal.hf.row_layout import masked_layout
 from trifocal.inference.cached_attention import AttentionRule
 from trifocal.inference.prefill import Chunk
 from trifocal.models.model_config import Attention, ModelConfig
@@ -17,13 +18,16 @@ from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 
 
 class NewTokens:
-    """A batch's new tokens: `counts` of each row behind `lengths` earlier ones, in `num_pages` pages a row."""
+    """A batch's new tokens: `counts` of each row behind `lengths` earlier ones, in `num_pages` pages a row; `rows` has
+    each row's tokens from the first column on.
+    """
 
     def __init__(
         self, lengths: list[int], counts: list[int], num_pages: int, page_size: int, device: torch.device
     ) -> None:
         batch = len(counts)
-        self.counts, self.num_pages, self.page_size = counts, num_pages, page_size
+        self.num_pages, self.page_size = num_pages, page_size
+        self.rows = masked_layout(torch.arange(max(counts)) < torch.tensor(counts)[:, None], device)
         table = torch.arange(batch * num_pages, device=device).view(batch, num_pages)
         own = torch.tensor([*enumerate(counts)], dtype=torch.int64).to(device)
         self.chunks = [
@@ -36,22 +40,6 @@ class NewTokens:
             numbers = torch.tensor([list(range(batch)), lengths, counts], dtype=torch.int32).to(device)
             rows, before, new = numbers
             self.decode_batch = DecodeBatch(rows, before, new, table.to(torch.int32))
-        self._places: Tensor | None = None
-        if min(counts) < max(counts):
-            places = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
-            self._places = places.flatten().nonzero()[:, 0].to(device)
-
-    def align(self, x: Tensor) -> Tensor:
-        """[1, N, ...] -> each row's tokens one after the other from the first column on, [B, T, ...]."""
-        shape = (len(self.counts), max(self.counts), *x.shape[2:])
-        if self._places is None:
-            return x.reshape(shape)
-        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self._places, x[0]).view(shape)
-
-    def pack(self, x: Tensor) -> Tensor:
-        """The way back: [B, T, ...] -> [1, N, ...]."""
-        flat = x.flatten(0, 1)
-        return (flat if self._places is None else flat[self._places])[None]
 
 
 class LayerPast:
@@ -67,7 +55,7 @@ class LayerPast:
         tokens, rule = self._new, AttentionRule(attention, self._config.geometry, self._tables)
         cache = self._layer.reserve(self._config, self._kind, tokens.num_pages, tokens.page_size, new.q)
         if tokens.decode_batch is not None and rule.plain:
-            return tokens.pack(rule.decode(new.map(tokens.align), cache, tokens.decode_batch))
+            return tokens.rows.pack(rule.decode(new.map(tokens.rows.unpack), cache, tokens.decode_batch))
         outputs, first = [], 0
         for chunk in tokens.chunks:
             here = slice(first, first := first + chunk.stop - chunk.first)

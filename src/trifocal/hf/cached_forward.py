@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from trifocal.hf.cached_attention import LayerPast, NewTokens
 from trifocal.hf.layer_cache import NO_GRADIENTS, SLACK, TrifocalLayer
-from trifocal.hf.row_layout import RowLayout, real_tokens
+from trifocal.hf.row_layout import RowLayout, masked_layout, real_tokens
 from trifocal.inference.cached_attention import tables_of_layers
 from trifocal.inference.paged_cache import PAGE_SIZE, page_size_of
 from trifocal.models import ModelConfig
@@ -49,14 +49,13 @@ def cached_tokens(
     if not tables or len(tables[0].tokens[0]) < num_pages * page_size:
         tables = layers[0].tables = tables_of_layers(config, num_pages * page_size, x.dtype, x.device)
     tokens = NewTokens(lengths, counts, num_pages, page_size, x.device)
-    places = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(x.device)
     for layer in layers:
         layer.columns = before
     caches = [
         LayerPast(layer, tokens, own, config, kind)
         for layer, own, kind in zip(layers, tables, config.attention_of_layers, strict=True)
     ]
-    yield RowLayout(places, None, (batch, num_new)), caches
+    yield masked_layout(new, x.device), caches
     for chunk in tokens.chunks:
         chunk.write_rings()
     columns = torch.cat((before, new), dim=1)

@@ -40,6 +40,12 @@ class RowLayout(NamedTuple):
         return flat.index_copy(0, self.places, x[0]).view(batch, length, *x.shape[2:])
 
 
+def masked_layout(mask: Tensor, device: torch.device) -> RowLayout:
+    """The real tokens of a mask on the host, [B, T], without documents."""
+    places = None if bool(mask.all()) else mask.flatten().nonzero()[:, 0].to(device)
+    return RowLayout(places, None, (mask.shape[0], mask.shape[1]))
+
+
 # Reads the arguments: compiled code stops here and continues behind it.
 @torch.compiler.disable
 def row_layout(
