@@ -71,21 +71,10 @@ class StepCoordinator:
     def next_step(
         self, loader: Loader, count: int, heartbeat: Heartbeat, *, step: int = 0, last: bool
     ) -> StepData | None:
-        """The next step's `count` micro-batches, agreed on by the hosts a step ahead, unless it is the `last`: a step
-        waits neither for other hosts nor for a device. None if all processes are to stop, but never before the first
-        step.
+        """The next step's `count` micro-batches, agreed on by the hosts a step ahead, unless it is the `last`, or there
+        is one process: a step waits neither for other hosts nor for a device. None if all processes are to stop, but
+        never before the first step.
         """
-        if self._processes.size == 1:
-            if self._begun and (self._stop_agreed or self._signals.received is not None):
-                return None
-            self._begun = True
-            try:
-                with heartbeat.phase("data"):
-                    batches = [next(loader) for _ in range(count)]
-            except Stopped:
-                return None
-            targets, packed = sum(b.valid_targets for b in batches), [b.packed_documents for b in batches]
-            return StepData(batches, loader.state_dict(), targets, packed, self._eligible(batches, step))
         current = self._ahead or self._read_ahead(loader, count, heartbeat, step)
         with heartbeat.phase("wait"):
             summed, stop, failed, *counts = current.answer()
@@ -95,13 +84,11 @@ class StepCoordinator:
         if self._begun and (stop or self._stop_agreed):
             return None
         self._begun = True
-        self._ahead = None if last else self._read_ahead(loader, count, heartbeat, step + 1)
+        ahead = self._processes.size > 1 and not last
+        self._ahead = self._read_ahead(loader, count, heartbeat, step + 1) if ahead else None
         most = [int(number) for number in documents]
         eligible = [count / self._context for count in counts]
         return StepData(current.batches, current.position, int(summed) // self._context, most, eligible or None)
-
-    def _eligible(self, batches: list[Batch], step: int) -> list[float] | None:
-        return None if self._teacher is None else [*map(float, self._teacher.eligible(batches, step))]
 
     def _read_ahead(self, loader: Loader, count: int, heartbeat: Heartbeat, step: int) -> _NextStep:
         batches: list[Batch] = []
@@ -115,7 +102,7 @@ class StepCoordinator:
                 error = caught
         targets = sum(batch.valid_targets for batch in batches)
         # Every process sends as many numbers, even if it has no data.
-        eligible = self._eligible(batches, step) or []
+        eligible = [] if self._teacher is None else self._teacher.eligible(batches, step)
         stop = self._signals.received is not None or self._stop_elsewhere
         answer = self._processes.async_all_reduce([targets, stop, error is not None, *eligible])
         documents = [batch.packed_documents for batch in batches] or [0] * count
