@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.paths import check_path_text, user_path
 
 OTHER_COMPRESSED = {".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".br", ".z", ".tar", ".tgz"}
-DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
-"""Errors of damaged compressed files."""
 _KINDS_NAMED = 5
 
 
@@ -91,12 +90,17 @@ def _files_under(source: str, start: Path) -> list[Path]:
     return found
 
 
-def open_file(path: Path) -> BinaryIO:
-    """A file's content, unpacked if its name ends in .gz."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file's content, unpacked if its name ends in .gz; UserError where it is damaged."""
     suffix = path.suffix.lower()
     if suffix in OTHER_COMPRESSED:
         raise UserError(f"{path}: {suffix} files are not read; unpack it, or compress it as .gz")
-    return cast(BinaryIO, gzip.open(path)) if suffix == ".gz" else path.open("rb")
+    try:
+        with cast(BinaryIO, gzip.open(path)) if suffix == ".gz" else path.open("rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
 
 def sizes(files: dict[str, Path]) -> list[tuple[str, int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.data.sources.base import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document, no_field
-from trifocal.data.sources.local_files import DAMAGED, find_files, open_file, sizes
+from trifocal.data.sources.local_files import find_files, opened, sizes
 from trifocal.errors import UserError, one_line
 from trifocal.paths import MAX_FILE_BYTES, parse_json
 
@@ -60,23 +60,20 @@ class TextSource:
         path = self._files[self.shards[shard]]
         (offset,) = cursor or (0,)
         limit = self._document_bytes
-        try:
-            with open_file(path) as file:
-                file.seek(offset)
+        with opened(path) as file:
+            file.seek(offset)
+            rest = b""
+            while data := rest + file.read(limit + 1 - len(rest)):
                 rest = b""
-                while data := rest + file.read(limit + 1 - len(rest)):
-                    rest = b""
-                    last = len(data) <= limit
-                    if not last:
-                        # At the last line end, or within a line longer than a document.
-                        end = data.rfind(b"\n", 0, limit) + 1 or _character_start(data, limit)
-                        data, rest = data[:end], data[end:]
-                    document = self._document(shard, path, data, offset, last=last)
-                    offset += len(data)
-                    if document is not None:
-                        yield document, (offset,)
-        except DAMAGED as error:
-            raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
+                last = len(data) <= limit
+                if not last:
+                    # At the last line end, or within a line longer than a document.
+                    end = data.rfind(b"\n", 0, limit) + 1 or _character_start(data, limit)
+                    data, rest = data[:end], data[end:]
+                document = self._document(shard, path, data, offset, last=last)
+                offset += len(data)
+                if document is not None:
+                    yield document, (offset,)
 
     def _document(self, shard: int, path: Path, data: bytes, offset: int, *, last: bool) -> Document | None:
         """The document of a piece of a file; None if it is not UTF-8 and `bad` skips it."""
@@ -128,20 +125,17 @@ class JsonlSource:
         name = self.shards[shard]
         path = self._files[name]
         offset, number = cursor or (0, 0)
-        try:
-            with open_file(path) as file:
-                file.seek(offset)
-                # A small compressed file may hold a line of more than the memory.
-                while line := file.readline(MAX_FILE_BYTES):
-                    offset, number = offset + len(line), number + 1
-                    if len(line) == MAX_FILE_BYTES:
-                        raise UserError(f"{path}:{number}: the line has over {MAX_FILE_BYTES:,} bytes; shorten it")
-                    if number == 1:
-                        line = line.removeprefix(codecs.BOM_UTF8)
-                    if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
-                        yield document, (offset, number)
-        except DAMAGED as error:
-            raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
+        with opened(path) as file:
+            file.seek(offset)
+            # A small compressed file may hold a line of more than the memory.
+            while line := file.readline(MAX_FILE_BYTES):
+                offset, number = offset + len(line), number + 1
+                if len(line) == MAX_FILE_BYTES:
+                    raise UserError(f"{path}:{number}: the line has over {MAX_FILE_BYTES:,} bytes; shorten it")
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
+                    yield document, (offset, number)
 
     def _document(self, name: str, line: bytes, where: str) -> Document | None:
         """The document of a line; None if it is empty, or bad and skipped."""
