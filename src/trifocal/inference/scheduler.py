@@ -1,8 +1,10 @@
 """Which sequences are in the caches: which enter and which are swapped out, in the order of their age."""
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from trifocal.inference.prompt_lookup import PromptLookup
 from trifocal.inference.request import Request, TokenScore
 from trifocal.inference.sampler import Sampling
 from trifocal.inference.text_stream import TextStream
+
+_AGE = attrgetter("age")
 
 
 @dataclass(eq=False)
@@ -133,11 +137,11 @@ class Scheduler:
         assert state.cached is not None
         state.swapped, state.cached = self._model.swap_out(state.cached), None
         (self.running if state.launched else self.prefilling).remove(state)
-        _insert(self.swapped, state)
+        insort(self.swapped, state, key=_AGE)
 
     def enqueue(self, state: RequestState) -> None:
         """Count a sequence in the caches among those that run, or whose prompts are prefilled."""
-        _insert(self.running if state.launched else self.prefilling, state)
+        insort(self.running if state.launched else self.prefilling, state, key=_AGE)
 
     def drop(self, request: Request) -> list[RequestState]:
         """Take a request's sequences out of all queues; those that were taken."""
@@ -148,12 +152,6 @@ class Scheduler:
                 queue.remove(state)
             dropped += mine
         return dropped
-
-
-def _insert(states: list[RequestState], state: RequestState) -> None:
-    """Add one in the order of age."""
-    states.append(state)
-    states.sort(key=lambda state: state.age)
 
 
 def _needs_pages(state: RequestState) -> bool:
