@@ -88,20 +88,19 @@ def test_a_message_of_a_chat_is_answered(tmp_path, capsys):
 
 def test_text_is_written_while_it_is_made(run, monkeypatch):
     written, seen = io.StringIO(), []
-    original = CachedModel.step
+    step, prefill = CachedModel.step, CachedModel.prefill_chunk
+
+    def letters(logits):
+        """Only letters: each token is a character."""
+        return torch.nn.functional.one_hot(torch.full(logits.shape[:-1], ord("a")), 257).float() * 100
 
     def watched(*arguments):
         seen.append(written.getvalue())
-        return original(*arguments)
+        return letters(step(*arguments))
 
     monkeypatch.setattr(CachedModel, "step", watched)
+    monkeypatch.setattr(CachedModel, "prefill_chunk", lambda *given, **options: letters(prefill(*given, **options)))
     monkeypatch.setattr(sys, "stdout", written)
-    # Only letters: each token is a character.
-    monkeypatch.setattr(
-        CachedModel, "_logits", lambda model, residual, products: torch.nn.functional.one_hot(
-            torch.full(residual.x.shape[:1], ord("a")), 257
-        ).float() * 100,
-    )  # fmt: skip
     assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "4", "--samples", "2"]) == 0
     head = "--- 1 of 2\nx"
     # The first token is there before the second is begun.

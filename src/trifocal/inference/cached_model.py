@@ -11,15 +11,14 @@ logits = cached.decode([sequence], [[4]])
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trifocal.errors import UserError
-from trifocal.inference import products
 from trifocal.inference.cached_attention import tables_of_layers
-from trifocal.inference.cached_layers import CachedLayer, check_plain, copied, normed
+from trifocal.inference.cached_layers import CachedLayer, check_plain, copied, normed, normed_by_row
 from trifocal.inference.paged_cache import PAGE_SIZE, PagedCache, decode_geometry, page_size_of
 from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.inference.prefill import Chunk
@@ -29,7 +28,7 @@ from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.norm import product_dtype
 from trifocal.ops import DecodeBatch
-from trifocal.ops.decode import linear as decode_products
+from trifocal.ops.decode import linear as products
 from trifocal.ops.decode.caches import MAX_NEW_TOKENS, Place
 from trifocal.ops.decode.linear import Norm, Residual
 from trifocal.ops.devices import to_device
@@ -304,12 +303,11 @@ class CachedModel:
         """A chunk through the model, with everything on the device."""
         # Everything has its type already.
         with full_precision(self._embedding):
-            residual = products.embedding(tokens, self._embedding)
+            x = functional.embedding(tokens, self._embedding)
             for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-                residual = layer.prefill(residual, cache, chunk)
-            if not all_logits:
-                residual = Residual(chunk.last(residual.x), chunk.last(residual.sum_of_squares))
-            logits = self._logits(residual, products)
+                x = layer.prefill(x, cache, chunk)
+            x = normed(x if all_logits else chunk.last(x), self._norm)
+            logits = functional.linear(x.to(self.dtype), self._output).to(x.dtype)
         chunk.write_rings()
         return logits
 
@@ -369,10 +367,15 @@ class CachedModel:
         # Kernels run on the current device, which need not be the model's.
         with torch.cuda.device_of(self._embedding), full_precision(self._embedding):
             first = self._layers[0].norm
-            residual = decode_products.embedding(tokens.flatten(), self._embedding, next_norm=first, dtype=self.dtype)
+            residual = products.embedding(tokens.flatten(), self._embedding, next_norm=first, dtype=self.dtype)
             for layer, cache in zip(self._layers, self.cache.layers, strict=True):
                 residual = layer.decode(residual, cache, batch)
-            return self._logits(residual, decode_products).unflatten(0, tokens.shape)
+            norm: Norm | None = self._norm
+            if self.config.norm_after:
+                # No kernel has summed the squares of the stream.
+                residual, norm = Residual(normed_by_row(residual.x, norm), residual.sum_of_squares), None
+            logits, _ = products.normed_linear(residual, norm, self._output, out_dtype=self._embedding.dtype)
+            return logits.unflatten(0, tokens.shape)
 
     @torch.inference_mode()
     def swap_out(self, sequence: CachedSequence) -> SwappedSequence:
@@ -398,14 +401,6 @@ class CachedModel:
             self.free(sequence)
             raise
         return sequence
-
-    def _logits(self, residual: Residual, products: ModuleType) -> Tensor:
-        exact = torch.promote_types(self.dtype, torch.float32)
-        norm: Norm | None = self._norm
-        if self.config.norm_after:
-            # No kernel has summed the squares of the stream.
-            residual, norm = Residual(normed(residual.x, norm, products), residual.sum_of_squares), None
-        return products.normed_linear(residual, norm, self._output, out_dtype=exact)[0]  # type: ignore[no-any-return]
 
     def _check(self, sequence: CachedSequence, num_new: int) -> None:
         if sequence.row == GONE:
