@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,10 +177,8 @@ class HuggingFaceTokenizer:
         return [np.concatenate((before, array)) if len(array) else array for array in self._encode_texts(texts)]
 
     def _encode_texts(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        try:
+        with self._encoding():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # The library raises plain Exception.
-            raise self._cannot_encode(error) from error
         arrays = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
         # A text may contain the separator's name; it must not end the document there.
         return [array[array != self.separator] for array in arrays]
@@ -187,7 +186,8 @@ class HuggingFaceTokenizer:
     def encode_chat(self, messages: Chat) -> ChatTokens:
         """The tokens of a chat, by the tokenizer's template; BadChat if it refuses the chat."""
         text, parts = render_chat(*self._template_of(messages, f"; {_ANOTHER}"))
-        encoding = self._encode_whole(text, add_special_tokens=False)
+        with self._encoding():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
         for first, end in parts:
@@ -199,7 +199,8 @@ class HuggingFaceTokenizer:
         """The tokens of a text as transformers gives them, with special ones around; or of a chat up to its answer."""
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else render_prompt(*self._template_of(prompt))
-        return np.asarray(self._encode_whole(text, add_special_tokens=is_text).ids, dtype=np.int32)
+        with self._encoding():
+            return np.asarray(self._tokenizer.encode(text, add_special_tokens=is_text).ids, dtype=np.int32)
 
     def _tokens_before(self) -> list[int]:
         """The special tokens that the tokenizer puts in front of a text; a chat's template writes them itself."""
@@ -214,12 +215,6 @@ class HuggingFaceTokenizer:
             raise UserError(_NO_TEMPLATE.format(self.name) + advice)
         names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
         return self._chat_template, messages, names, self.name
-
-    def _encode_whole(self, text: str, *, add_special_tokens: bool) -> Any:
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception as error:  # As above.
-            raise self._cannot_encode(error) from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without separators; invalid UTF-8 is replaced."""
@@ -254,11 +249,15 @@ class HuggingFaceTokenizer:
         if self._chat_template:
             (folder / TEMPLATE_FILE).write_text(self._chat_template, encoding="utf-8")
 
-    def _cannot_encode(self, error: Exception) -> UserError:
-        return UserError(
-            f"tokenizer {self.name} cannot encode the text: {one_line(error)}; a vocabulary "
-            "without an unknown token must have every word of the text"
-        )
+    @contextlib.contextmanager
+    def _encoding(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # The library raises plain Exception.
+            raise UserError(
+                f"tokenizer {self.name} cannot encode the text: {one_line(error)}; a vocabulary "
+                "without an unknown token must have every word of the text"
+            ) from error
 
     @functools.cached_property
     def _bytes_of_token(self) -> NDArray[np.int64]:
