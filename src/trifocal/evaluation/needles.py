@@ -36,19 +36,15 @@ class Haystacks:
 
     def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
         """For each depth, from 0 to 1, all samples' prompts, of up to `length` tokens, with the same haystacks."""
-        if self.is_task:
-            if length < 12 * self.needles:
-                raise TooShort(
-                    f"{self.needles} needles and their questions need {12 * self.needles} tokens, got {length}"
-                )
-            for depth in depths:
-                places = self._places(depth, length, samples)
-                yield depth, [self._of_task(length, i, place) for i, place in enumerate(places)]
-            return
-        texts = self._read_texts(length, samples)
+        if self.is_task and length < 12 * self.needles:
+            raise TooShort(f"{self.needles} needles and their questions need {12 * self.needles} tokens, got {length}")
+        texts = [] if self.is_task else self._read_texts(length, samples)
         for depth in depths:
-            places = self._places(depth, length, samples)
-            yield depth, [self._of_text(texts[i], length, i, place) for i, place in enumerate(places)]
+            places = enumerate(self._places(depth, length, samples))
+            if self.is_task:
+                yield depth, [self._of_task(length, i, place) for i, place in places]
+            else:
+                yield depth, [self._of_text(texts[i], length, i, place) for i, place in places]
 
     def _places(self, depth: float, length: int, samples: int) -> list[float]:
         """Where the needle of each sample stands, from 0 to 1; the same for all depths but for the depth."""
