@@ -1,7 +1,7 @@
 """The end of a run whose loss, gradient or weights are not finite."""
 
 import math
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -54,18 +54,15 @@ class FiniteGuard:
         """End the run; every process calls this, and names its own parameters and documents."""
         size, watch = self._processes.size, self._parallel.watch
         named = [(name, p if of_weights else p.grad) for name, p in self._model.named_parameters()]
-        parts = self._processes.gather(
-            _Part(
-                [name for name, p in named if p is not None and not bool(torch.isfinite(local_shard(p)).all())],
-                bool(torch.isfinite(result.local_loss)) and (watch is None or watch.finite()),
-                [name for batch in result.batches for name in batch.document_ids],
-            )
-        )
-        found = {name for part in parts for name in part.bad}
+        bad_here = {name for name, p in named if p is not None and not bool(torch.isfinite(local_shard(p)).all())}
+        found = set().union(*self._processes.gather(bad_here))
         bad = [name for name, _ in named if name in found]
+        finite_here = bool(torch.isfinite(result.local_loss)) and (watch is None or watch.finite())
+        finite = self._processes.gather(finite_here)
+        documents_of = self._processes.gather([name for batch in result.batches for name in batch.document_ids])
         # After the exchange of gradients all processes have the NaN of one.
-        guilty = [rank for rank, part in enumerate(parts) if not part.finite] if size > 1 else [0]
-        documents = list(dict.fromkeys(name for rank in guilty or range(size) for name in parts[rank].documents))
+        guilty = [rank for rank in range(size) if not finite[rank]] if size > 1 else [0]
+        documents = list(dict.fromkeys(name for rank in guilty or range(size) for name in documents_of[rank]))
         loss, norm = result.loss.item(), result.gradient_norm.item()
         more = len(documents) - _IDS_IN_MESSAGE
         end = f"({len(bad)} in all); documents: {', '.join(documents[:_IDS_IN_MESSAGE])}"
@@ -83,11 +80,3 @@ class FiniteGuard:
             message = f"step {result.step}: {blame}{figure} is not finite; {first} {end}; the update was not applied"
         self._log.event("non_finite", message, "error")
         raise NonFiniteError(message)
-
-
-class _Part(NamedTuple):
-    """The bad parameters and the documents of one process, and whether its share of the step was finite."""
-
-    bad: list[str]
-    finite: bool
-    documents: list[str]
