@@ -15,7 +15,6 @@ from tests.written_runs import wait_for
 from trifocal.checks import registry
 from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.cli import main
-from trifocal.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -48,14 +47,7 @@ def test_what_passes(figure, passed):
 
 @pytest.mark.usefixtures("four_checks")
 def test_all_run_whatever_happens_to_one():
-    started, ended = [], []
-    report = registry.run(
-        device="cpu",
-        on_start=lambda check, number, total: started.append((check.name, number, total)),
-        on_result=ended.append,
-    )
-    assert started == [("passing", 1, 4), ("failing", 2, 4), ("skipping", 3, 4), ("raising", 4, 4)]
-    assert tuple(ended) == report.results
+    report = registry.Report(CPU, tuple(registry.run_check(check, CPU) for check in registry.chosen_checks(())))
     assert [result.status for result in report.results] == ["passed", "failed", "skipped", "failed"]
     assert report.results[3].details == ("RuntimeError: out of luck",)
     assert report.exit_status == 1
@@ -63,9 +55,9 @@ def test_all_run_whatever_happens_to_one():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(UserError, match="no GPU"):
-        registry.run(device="cuda")
+def test_a_device_that_is_not_there_is_refused(capsys):
+    assert main(["check", "--device", "cuda"]) == 2
+    assert "no GPU" in capsys.readouterr().err
 
 
 def test_random_generators_are_left_as_they_were():
@@ -76,9 +68,9 @@ def test_random_generators_are_left_as_they_were():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_json_takes_figures_that_are_not_finite(monkeypatch):
-    monkeypatch.setattr(registry, "CHECKS", (check("endless", lambda _: Measurement(float("inf"), 1.0, "")),))
-    assert json.loads(registry.run(device="cpu").to_json())["results"][0]["figure"] == "inf"
+def test_json_takes_figures_that_are_not_finite():
+    result = registry.run_check(check("endless", lambda _: Measurement(float("inf"), 1.0, "")), CPU)
+    assert json.loads(registry.Report(CPU, (result,)).to_json())["results"][0]["figure"] == "inf"
 
 
 @pytest.mark.usefixtures("four_checks")

@@ -212,7 +212,7 @@ def test_a_folder_of_a_sweep_gets_its_number(tmp_path, monkeypatch):
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     worked = []
-    monkeypatch.setattr("trifocal.checks.registry.run", lambda **_: worked.append("check"))
+    monkeypatch.setattr("trifocal.checks.registry.run_check", lambda *_: worked.append("check"))
     monkeypatch.setattr("trifocal.cli.doctor.examine", lambda *_, **__: worked.append("doctor"))
     assert main([command, "--json", str(tmp_path / "file" / "x.json")]) == 2
     assert re.fullmatch(r"trifocal: cannot write \S+/x\.json: .*\n", capsys.readouterr().err)

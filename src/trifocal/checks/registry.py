@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -14,7 +14,6 @@ from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.errors import one_line, unknown
 from trifocal.runlog.environment import environment
 from trifocal.train.checkpoint.random_state import random_state, restore_random_state
-from trifocal.train.config.check import choose_device
 
 STATUSES = ("passed", "failed", "skipped")
 
@@ -74,9 +73,14 @@ class CheckResult:
 class Report:
     """The results of a run of checks, on one device."""
 
-    device: str
+    on: torch.device
     results: tuple[CheckResult, ...]
-    environment: dict[str, Any]
+
+    @property
+    def device(self) -> str:
+        """Its name; of a CPU, the number of threads."""
+        gpu = self.on.type == "cuda"
+        return torch.cuda.get_device_name(self.on) if gpu else f"cpu, {torch.get_num_threads()} threads"
 
     @property
     def exit_status(self) -> int:
@@ -98,37 +102,20 @@ class Report:
             for result in self.results
         ]
         content = {"device": self.device, "exit_status": self.exit_status, "results": rows}
-        return json.dumps({**content, "environment": self.environment}, indent=2, ensure_ascii=False) + "\n"
+        return json.dumps({**content, "environment": environment()}, indent=2, ensure_ascii=False) + "\n"
 
 
-def run(
-    *,
-    device: str = "auto",
-    only: Sequence[str] = (),
-    on_start: Callable[[Check, int, int], None] = lambda check, number, total: None,
-    on_result: Callable[[CheckResult], None] = lambda result: None,
-) -> Report:
-    """Run the checks of these names, or all, also behind one that raises; `on_start` gets each one's number, and of how
-    many.
-    """
+def chosen_checks(only: Sequence[str]) -> list[Check]:
+    """The checks of these names, or all."""
     names = [check.name for check in CHECKS]
     for name in only:
         if name not in names:
             raise unknown("check", name, names)
-    checks = [check for check in CHECKS if not only or check.name in only]
-    chosen = choose_device(device)
-    results = []
-    for number, check in enumerate(checks, 1):
-        on_start(check, number, len(checks))
-        results.append(run_check(check, chosen))
-        on_result(results[-1])
-    gpu = chosen.type == "cuda"
-    place = torch.cuda.get_device_name(chosen) if gpu else f"cpu, {torch.get_num_threads()} threads"
-    return Report(place, tuple(results), environment())
+    return [check for check in CHECKS if not only or check.name in only]
 
 
 def run_check(check: Check, device: torch.device) -> CheckResult:
-    """Run one check; the random generators are left as they were."""
+    """Run one check, and say what it raises; the random generators are left as they were."""
     state = random_state()
     begin = time.perf_counter()
     found: Measurement | Skipped | Exception

@@ -11,6 +11,7 @@ from rich.console import Console
 from trifocal.checks import registry
 from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import check_output, unwinding_signals, write_file
+from trifocal.train.config.check import choose_device
 
 _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -36,21 +37,15 @@ def run(args: Sequence[str]) -> int:
     check_output(options.json)
     console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False, markup=False)
 
-    def on_start(check: registry.Check, number: int, total: int) -> None:
-        guards = f" (guards {', '.join(map(str, check.guards))})" if check.guards else ""
-        console.print(f"[{number}/{total}] {check.name}: {check.what}{guards}")
-
-    def on_result(result: registry.CheckResult) -> None:
-        line = f"  {result.status} in {result.seconds:.1f} s"
-        if result.figure is not None and result.bound is not None:
-            line += f": {_number(result.figure)} {result.unit}, at most {_number(result.bound)}"
-        console.print(line, style=_STYLES[result.status])
-        for line in result.details:
-            console.print(f"    {line}", style="dim")
-
+    checks = registry.chosen_checks([name for text in options.only for name in text.split(",")])
+    device, results = choose_device(options.device), list[registry.CheckResult]()
     with unwinding_signals():
-        only = [name for text in options.only for name in text.split(",")]
-        report = registry.run(device=options.device, only=only, on_start=on_start, on_result=on_result)
+        for number, check in enumerate(checks, 1):
+            guards = f" (guards {', '.join(map(str, check.guards))})" if check.guards else ""
+            console.print(f"[{number}/{len(checks)}] {check.name}: {check.what}{guards}")
+            results.append(registry.run_check(check, device))
+            _show(results[-1], console)
+    report = registry.Report(device, tuple(results))
     if options.json:
         write_file(options.json, report.to_json())
     console.print(f"\n{report.summary()}")
@@ -58,6 +53,15 @@ def run(args: Sequence[str]) -> int:
         if result.status == "failed":
             console.print(f"failed: {result.name}", style=_STYLES["failed"])
     return report.exit_status
+
+
+def _show(result: registry.CheckResult, console: Console) -> None:
+    line = f"  {result.status} in {result.seconds:.1f} s"
+    if result.figure is not None and result.bound is not None:
+        line += f": {_number(result.figure)} {result.unit}, at most {_number(result.bound)}"
+    console.print(line, style=_STYLES[result.status])
+    for line in result.details:
+        console.print(f"    {line}", style="dim")
 
 
 def _number(value: float) -> str:
