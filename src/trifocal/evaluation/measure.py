@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -112,11 +111,11 @@ def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterato
     for length in plan.needle_lengths() if "ruler" in plan.tasks else ():
         for name in plan.ruler_tasks:
             say(f"ruler: {name}, {plan.samples} prompts of {length:,} tokens{left.words()}")
-            measure = partial(measure_ruler, subject, name, length, plan.samples, chat=plan.chat)
+            measure = measure_ruler(subject, name, length, plan.samples, chat=plan.chat)
             yield from _guarded(subject, "ruler", length, measure)
             left.add(plan.samples * length)
     if "grade" in plan.tasks:
-        yield from _guarded(subject, "grade", plan.sequence_length, partial(_grade_rows, subject, plan, say))
+        yield from _guarded(subject, "grade", plan.sequence_length, _grade_rows(subject, plan, say))
     for data in () if subject.data is None else subject.data.parts:
         yield from _evaluate_source(replace(subject, data=data), data.parsed, plan, say, left)
 
@@ -130,16 +129,16 @@ def _evaluate_source(
         most = plan.recall_pairs(source)[-1]
         check_recall(most, vocab_size=subject.model.config.vocab_size, sequence_length=plan.sequence_length)
     if {"loss", "position"} & set(plan.tasks):
-        yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say, left))
+        yield from _guarded(subject, "loss", plan.sequence_length, _loss_rows(subject, plan, say, left))
     if "choice" in plan.tasks:
         say("choice: its recall, by layer and by distance")
         batches = _batches(subject, plan, at_once=1)[:_CHOICE_SEQUENCES]
-        yield from _guarded(subject, "choice", plan.sequence_length, partial(_choice_rows, subject, batches))
+        yield from _guarded(subject, "choice", plan.sequence_length, _choice_rows(subject, batches))
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
             text = f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens"
             say(text + left.words())
-            measure = partial(measure_needles, subject, length, plan.needle_depths(), plan.samples)
+            measure = measure_needles(subject, length, plan.needle_depths(), plan.samples)
             for done, row in enumerate(_guarded(subject, "needle", length, measure), start=1):
                 left.add(plan.samples * length)
                 say(text, f", evaluating {done}/{plan.depths}{left.words()}")
@@ -147,7 +146,7 @@ def _evaluate_source(
     if "recall" in plan.tasks:
         for pairs in plan.recall_pairs(source):
             say(f"recall: {plan.samples} rows of {plan.sequence_length:,} tokens with {pairs:,} pairs{left.words()}")
-            measure = partial(measure_recall, subject, plan.sequence_length, pairs, plan.samples)
+            measure = measure_recall(subject, plan.sequence_length, pairs, plan.samples)
             yield from _guarded(subject, "recall", plan.sequence_length, measure)
             left.add(plan.samples * plan.sequence_length)
 
@@ -230,7 +229,7 @@ def rows_name(batches: Sequence[Batch]) -> str:
     return digest.hexdigest()[:8]
 
 
-def _choice_rows(subject: Subject, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+def _choice_rows(subject: Subject, batches: Sequence[Batch]) -> Iterator[dict[str, Any]]:
     """Recall of the choice, mean over the first sequences of batches: a row `choice` for each layer, then one
     `choice_distance` for each distance, `first` <= tokens back < `end`, at which the exact choice finds something.
     """
@@ -248,19 +247,16 @@ def _choice_rows(subject: Subject, batches: Sequence[Batch]) -> list[dict[str, A
     def mean(name: str) -> torch.Tensor:
         return torch.stack([figures[name] for figures in measured]).mean(0)
 
-    recalls = zip(telemetry.layers, mean("choice_recall").tolist(), mean("recall_by_chance").tolist(), strict=True)
-    rows: list[dict[str, Any]] = [
-        {"task": "choice", "length": length, "layer": layer, "recall": recall, "recall_by_chance": chance}
-        for layer, recall, chance in recalls
-    ]
+    recalls = mean("choice_recall").tolist(), mean("recall_by_chance").tolist()
+    for layer, recall, chance in zip(telemetry.layers, *recalls, strict=True):
+        yield {"task": "choice", "length": length, "layer": layer, "recall": recall, "recall_by_chance": chance}
     exact, held = (mean(f"{name}_mass_by_distance").mean(0).tolist() for name in ("exact", "held"))
     block = subject.model.config.geometry.selection_block_size
     for number, (exact_mass, held_mass) in enumerate(zip(exact, held, strict=True)):
         if exact_mass > 0:
             first, end = block * (2**number // 2), block * 2**number
             figures = {"first": first, "end": end, "exact_mass": exact_mass, "recall": held_mass / exact_mass}
-            rows.append({"task": "choice_distance", "length": length, **figures})
-    return rows
+            yield {"task": "choice_distance", "length": length, **figures}
 
 
 def _batches(subject: Subject, plan: Plan, *, at_once: int) -> list[Batch]:
@@ -275,15 +271,15 @@ def _batches(subject: Subject, plan: Plan, *, at_once: int) -> list[Batch]:
     )
 
 
-def _guarded(
-    subject: Subject, task: str, length: int, rows: Callable[[], Iterable[dict[str, Any]]]
-) -> Iterator[dict[str, Any]]:
-    """The rows of a task; one with a reason where a length is too short, or does not fit in memory."""
+def _guarded(subject: Subject, task: str, length: int, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The rows of a task, which are measured as they are asked for; one with a reason where a length is too short, or
+    does not fit in memory.
+    """
     source = "" if subject.data is None or task in ("ruler", "grade") else subject.data.name
     reason = subject.lacks_memory(length)
     try:
         if not reason:
-            for row in rows():
+            for row in rows:
                 if not all(math.isfinite(row.get(name) or 0.0) for name in ("loss", "answer_loss", "bits_per_byte")):
                     raise FloatingPointError("the model's output is not finite: its weights are broken")
                 yield {**row, "source": source, "status": OK}
