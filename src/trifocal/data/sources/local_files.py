@@ -19,15 +19,12 @@ OTHER_COMPRESSED = {".bz2", ".xz", ".zst", ".zip", ".lz4", ".7z", ".br", ".z", "
 _KINDS_NAMED = 5
 
 
-class Files(dict[str, Path]):
-    """Files by name, and a list of what else is in their folder, such as `2 .zst, 1 .json`."""
-
-    left_out = ""
-
-
-def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False) -> Files:
+def find_files(
+    source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False
+) -> tuple[dict[str, Path], str]:
     """The regular files of a path, a folder at any depth, or a glob, sorted, by names relative to their folder, so that
-    moved data keep theirs. In a folder, those with a suffix, if `compressed` also followed by .gz.
+    moved data keep theirs. In a folder, those with a suffix, if `compressed` also followed by .gz; and a list of what
+    else is there, such as `2 .zst, 1 .json`.
     """
     start, left_out = user_path(path, "data.source"), ""
     if start.is_file():
@@ -64,9 +61,7 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
             raise _cannot_read(source, str(file), "no regular file")
         if not os.access(file, os.R_OK):
             raise _cannot_read(source, str(file), "no permission")
-    named = Files(sorted((file.relative_to(root).as_posix(), file) for file in found))
-    named.left_out = left_out
-    return named
+    return dict(sorted((file.relative_to(root).as_posix(), file) for file in found)), left_out
 
 
 def _cannot_read(source: str, path: str, reason: str | None) -> UserError:

@@ -29,11 +29,12 @@ class ParquetSource:
         fingerprint: str,
         bad: BadDocuments | None = None,
         held_out: bool | None = None,
+        left_out: str = "",
     ) -> None:
         self.name = name
         self.bad = bad or BadDocuments()
         self._held_out = held_out
-        self.shards, self.left_out = list(files), getattr(files, "left_out", "")
+        self.shards, self.left_out = list(files), left_out
         self.fingerprint = fingerprint
         self._paths = list(files.values())
         self._field = field
@@ -50,8 +51,8 @@ class ParquetSource:
     @classmethod
     def from_path(cls, name: str, path: str, field: str, bad: BadDocuments | None = None) -> ParquetSource:
         """The source of a file, a folder or a glob; UserError if there is no such file."""
-        found = find_files(name, path, (".parquet",))
-        return cls(name, found, field, fingerprint("parquet", sizes(found), field), bad)
+        found, left_out = find_files(name, path, (".parquet",))
+        return cls(name, found, field, fingerprint("parquet", sizes(found), field), bad, left_out=left_out)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is a row group and a row in it."""

@@ -39,8 +39,8 @@ class TextSource:
     ) -> None:
         self.name = f"text:{path}"
         self.bad = bad or BadDocuments()
-        self._files = find_files(self.name, path, (".txt", ".md"), compressed=True)
-        self.shards, self.left_out = list(self._files), self._files.left_out
+        self._files, self.left_out = find_files(self.name, path, (".txt", ".md"), compressed=True)
+        self.shards = list(self._files)
         found = sizes(self._files)
         self._starts = [0, *itertools.accumulate(size for _, size in found)]
         self._document_bytes, self._marked_every = document_bytes, 0
@@ -115,9 +115,9 @@ class JsonlSource:
     def __init__(self, path: str, field: str, *, bad: BadDocuments | None = None) -> None:
         self.name = f"jsonl:{path}#{field}"
         self.bad = bad or BadDocuments()
-        self._files = find_files(self.name, path, (".jsonl",), compressed=True)
+        self._files, self.left_out = find_files(self.name, path, (".jsonl",), compressed=True)
         self._field = field
-        self.shards, self.left_out = list(self._files), self._files.left_out
+        self.shards = list(self._files)
         self.fingerprint = fingerprint("jsonl", sizes(self._files), field)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
