@@ -98,3 +98,15 @@ def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events):
         (company, signals), loader = make_company(size), FakeLoader(events)
         signals.received = "SIGTERM"
         assert next_step(company, loader) is not None and next_step(company, loader) is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_data_that_no_step_takes_fail_no_run(size, events):
+    """Batches are read before the processes agree to stop."""
+    (company, signals), loader = make_company(size), FakeLoader(events)
+    assert next_step(company, loader) is not None
+    # The next read fails.
+    signals.received, loader.events = "SIGTERM", None
+    if size == 2:
+        assert next_step(company, loader).position == {"read": 2}
+    assert next_step(company, loader) is None

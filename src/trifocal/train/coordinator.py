@@ -79,10 +79,10 @@ class StepCoordinator:
         with heartbeat.phase("wait"):
             summed, stop, failed, *counts = current.answer()
             documents = current.documents()
+            if self._begun and (stop or self._stop_agreed):
+                return None
             if failed:
                 self._processes.raise_on_all(current.error)
-        if self._begun and (stop or self._stop_agreed):
-            return None
         self._begun = True
         ahead = self._processes.size > 1 and not last
         self._ahead = self._read_ahead(loader, count, heartbeat, step + 1) if ahead else None
