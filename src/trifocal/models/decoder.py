@@ -1,5 +1,6 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from trifocal.ops.choice_loss import sample_queries
 from trifocal.ops.validation import check_rank, check_type
 
 IGNORED_TARGET = -100
-# Graphs of a layer that may be compiled in a process: dynamo's own limit of eight would end a training.
+# Graphs of a layer that may be compiled in a process: dynamo's own limit of eight would end a training. Of all models:
+# four types of layers, in rows and packed, recomputed or not, are sixteen.
 _COMPILED_KINDS = 64
 
 
@@ -76,13 +78,11 @@ class DecoderLM(nn.Module):
 
     def _compile(self) -> None:
         """Compile one function for all blocks, and those around them, where asked for."""
-        if self._compiles:
-            # Of all models in the process: four types of layers, in rows and packed, recomputed or not, are sixteen.
-            config = torch._dynamo.config
-            config.recompile_limit = max(config.recompile_limit, _COMPILED_KINDS)
 
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(function, fullgraph=True, dynamic=False) if self._compiles else function
+            if not self._compiles:
+                return function
+            return functools.partial(run_compiled, torch.compile(function, fullgraph=True, dynamic=False))
 
         self._run_block, self._run_end = compiled(run_block), compiled(run_end)
         self._draw, self._share = compiled(sample_queries), compiled(share_places)
@@ -302,6 +302,14 @@ def meta_model(config: ModelConfig) -> DecoderLM:
 def project_out(head: nn.Module | None, embedding: Tensor, hidden: Tensor) -> Tensor:
     """Logits of hidden states, by the head itself, which may have an adapter or other weights, or a tied embedding."""
     return nn.functional.linear(hidden, embedding) if head is None else head(hidden)
+
+
+def run_compiled(compiled: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Run what `torch.compile` made, which may compile anew for `_COMPILED_KINDS` kinds of arguments."""
+    # Here: from PyTorch 2.12 on, each thread has a limit of its own.
+    if not torch.compiler.is_compiling() and torch._dynamo.config.recompile_limit < _COMPILED_KINDS:
+        torch._dynamo.config.recompile_limit = _COMPILED_KINDS
+    return compiled(*given, **named)
 
 
 def run_end(
