@@ -90,6 +90,23 @@ def test_kinds_of_layers_and_models_beyond_dynamos_limit_compile(make_model, mon
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
+def test_packs_of_any_documents_share_what_is_compiled(make_model, monkeypatch):
+    """One's own loop, which gives borders: each pack has other documents, and two of them any length."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    model = make_model(num_layers=1, layer_types=("selected",))
+    tokens = torch.randint(31, (1, 60))
+    packs = [
+        torch.tensor(borders) for borders in ([0, 60], [0, 31, 60], [0, 47, 60], [0, 5, 9, 17, 60], [0, 58, 59, 60])
+    ]
+    expected = [gradients(model, tokens, pack) for pack in packs]
+    model.compile_training()
+    given = [gradients(model, tokens, pack) for pack in packs]
+    torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
 def test_frozen_layers_that_are_checkpointed_compile(make_model, monkeypatch):
     """As where only an index learns, and some layers are dense: in these nothing has a gradient."""
     torch._dynamo.reset()

@@ -153,7 +153,7 @@ class DecoderLM(nn.Module):
         _check_tokens(tokens, targets)
         context = self.context
         num_tokens = tokens.shape[1] * (1 if context is None else context.size)
-        documents = None if cu_seqlens is None else Documents.of(cu_seqlens, num_tokens, tokens.device)
+        documents = self._documents(cu_seqlens, num_tokens, tokens.device)
         choice_samples = None
         if teaching is None and context is None:
             choice_samples = ChoiceSamples.of_call(self.attention_layers(), tokens, documents)
@@ -217,10 +217,18 @@ class DecoderLM(nn.Module):
     def hidden_states(self, tokens: Tensor, *, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
-        documents = None if cu_seqlens is None else Documents.of(cu_seqlens, tokens.shape[1], tokens.device)
+        documents = self._documents(cu_seqlens, tokens.shape[1], tokens.device)
         choice_samples = ChoiceSamples.of_call(self.attention_layers(), tokens, documents)
         hidden = self.norm(self._last_residual(tokens, documents, choice_samples))
         return hidden if choice_samples is None else attach_loss(hidden, choice_samples.call_loss())
+
+    def _documents(
+        self, cu_seqlens: Tensor | Documents | None, num_tokens: int, device: torch.device
+    ) -> Documents | None:
+        if cu_seqlens is None:
+            return None
+        documents = Documents.of(cu_seqlens, num_tokens, device)
+        return documents.with_room() if self._compiles else documents
 
     def _last_residual(
         self,
@@ -254,7 +262,8 @@ class DecoderLM(nn.Module):
         """Compile each layer, and the loss, when training first runs them; passes without gradients stay eager.
 
         The layers are alike, so that one of them is compiled for all: the start takes a few seconds at any depth.
-        Lengths are compiled in; another one compiles anew. So does a copy of the model.
+        Lengths of rows and packs are compiled in; another one compiles anew, as do many more documents in a pack, and a
+        copy of the model.
         """
         self._compiles = True
         self._compile()
