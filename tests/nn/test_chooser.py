@@ -45,6 +45,20 @@ def test_an_index_is_taught_alone_and_by_its_sample_alone(kind):
     torch.testing.assert_close(with_sample, alone, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_layer_teaches_its_index_by_one_draw():
+    """Queries drawn anew in backward would give gradients of no loss."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
+    layer.choice_loss_stretch = 8
+    x, found = 3 * torch.randn(2, 64, 16, dtype=torch.float64), []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(call(x).sum(), list(layer.index.parameters())))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
 def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
     """Whatever its output is used for, and checkpointed, from the same queries; its recall rises."""
     torch.manual_seed(0)

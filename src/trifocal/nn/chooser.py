@@ -216,6 +216,9 @@ class _Attach(torch.autograd.Function):
     def forward(ctx: Any, result: Tensor, attached: Tensor) -> Tensor:  # type: ignore[override]
         ctx.set_materialize_grads(False)
         ctx.type, ctx.device = attached.dtype, attached.device
+        if torch.compiler.is_compiling():
+            # A compiler moves to backward, in part, what no output of forward needs, and draws its queries again there.
+            return result.masked_fill((attached > 0) & (attached < 0), 0)
         # Not a view: FSDP warns of those.
         return result.clone()
 
