@@ -228,7 +228,8 @@ class DecoderLM(nn.Module):
         if cu_seqlens is None:
             return None
         documents = Documents.of(cu_seqlens, num_tokens, device)
-        return documents.with_room() if self._compiles else documents
+        # `Documents` have the room that they were made with.
+        return documents if not self._compiles or isinstance(cu_seqlens, Documents) else documents.with_room()
 
     def _last_residual(
         self,
