@@ -87,7 +87,7 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._last_beat: float | None = None
-        self._resumed, self._paused_seconds = -math.inf, 0.0
+        self._resumed, self._paused_seconds, self._untold_seconds = -math.inf, 0.0, 0.0
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
@@ -217,12 +217,7 @@ class Heartbeat:
         seconds = now - max(self._last_beat, self._phases[-1][1])
         if seconds < self.interval_seconds + PAUSE_SECONDS:
             return
-        logger.warning(
-            "rank %d: nothing ran for %s; the process was stopped (Ctrl-Z, a suspended job or container), or C code "
-            "kept the interpreter's lock",
-            self.rank,
-            duration(seconds),
-        )
+        self._untold_seconds += seconds
         self._paused_seconds += seconds
         self._add_total(now - seconds)
         self._phases[-1] = self._phases[-1][0], now
@@ -244,6 +239,15 @@ class Heartbeat:
                 self._notice_pause(self._clock())
                 # A disk that lets this thread wait is no pause of the others.
                 self._last_beat = None
+                paused, self._untold_seconds = self._untold_seconds, 0.0
+            if paused:
+                # Not with the lock: whatever shows the line may ask for the seconds that were run.
+                logger.warning(
+                    "rank %d: nothing ran for %s; the process was stopped (Ctrl-Z, a suspended job or container), or C "
+                    "code kept the interpreter's lock",
+                    self.rank,
+                    duration(paused),
+                )
             row = self.snapshot(status)
             writer.append(row)
             for observe in self.observers:
