@@ -24,7 +24,7 @@ from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_evaluation
 from trifocal.testing.small_models import make_model, small_config
-from trifocal.train import saving
+from trifocal.train import RunConfig, saving
 from trifocal.train.loop import TrainResult
 from trifocal.train.run_folder import RunLock, load_run
 
@@ -201,14 +201,16 @@ def test_ctrl_c_in_the_last_step_of_a_training_ends_the_command_too(tmp_path, mo
     rest = {"directory": tmp_path, "step": 3, "loss": None, "evaluation": None, "sample": None}
     for asked in (False, True):
         result = TrainResult(**rest, finished=True, stop_requested=asked)
-        monkeypatch.setattr(train_command, "_resume", lambda *_, result=result: result)
+        monkeypatch.setattr(train_command, "_resume", lambda *_, result=result: (RunConfig(), result))
         assert train_command.run(["--resume", str(tmp_path)], advise=False) == int(asked)
 
 
 def test_a_step_that_is_stopped_leaves_the_command_that_continues_to_sparsify(tmp_path):
     stopped = TrainResult(directory=tmp_path, step=3, finished=False, loss=None, evaluation=None, sample=None)
-    assert train_command._summary(stopped, advise=False) == "\nstopped at step 3, which is saved"
-    assert f"continue with:\n  trifocal train --resume {tmp_path}" in train_command._summary(stopped, advise=True)
+    assert train_command._summary(RunConfig(), stopped, advise=False) == "\nstopped at step 3, which is saved"
+    assert f"continue with:\n  trifocal train --resume {tmp_path}" in train_command._summary(
+        RunConfig(), stopped, advise=True
+    )
 
 
 def test_recall_that_stands_still_ends_the_teaching(tmp_path):

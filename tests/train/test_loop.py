@@ -276,13 +276,14 @@ def test_skipped_documents_are_counted_and_said(tmp_path):
     flags += ("--data.validation_fraction", "0")
     with pytest.raises(UserError, match=r"a\.jsonl:4: field 'text' is null; data\.on_bad_document \"skip\""):
         train(make_config(tmp_path, *flags))
-    result = train(make_config(tmp_path, *flags, "--data.on_bad_document", "skip"), overwrite=True)
+    config = make_config(tmp_path, *flags, "--data.on_bad_document", "skip")
+    result = train(config, overwrite=True)
     assert result.skipped_documents == 2
-    assert "skipped 2 bad documents (data.on_bad_document)" in _summary(result, advise=True)
+    assert "skipped 2 bad documents (data.on_bad_document)" in _summary(config, result, advise=True)
     # Only a model of text is to continue one.
     for bits, asked in ((1.4, True), (None, False)):
         measured = replace(result, evaluation=Evaluation(1.0, math.e, bits))
-        assert ("trifocal generate" in _summary(measured, advise=True)) == asked
+        assert ("trifocal generate" in _summary(config, measured, advise=True)) == asked
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [row["skipped_documents"] for row in rows if row["kind"] == "train"][-1] == 2
     (event,) = [row for row in rows if row.get("name") == "documents_skipped"]

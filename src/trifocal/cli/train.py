@@ -89,7 +89,7 @@ def _run(args: Sequence[str], advise: bool) -> int:
         show_help(TrainArguments, prog="trifocal train", use_underscores=True)
     own = {name: overrides.pop(name) for name in _OWN_FLAGS if name in overrides}
     try:
-        result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
+        config, result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
     except (NonFiniteError, FloatingPointError, torch.OutOfMemoryError) as error:
         try_print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), sys.stderr)
         return 1
@@ -99,7 +99,7 @@ def _run(args: Sequence[str], advise: bool) -> int:
     except PeerLost as error:
         try_print(printable(f"trifocal: {error}"), sys.stderr)
         hard_exit(1)
-    summary = _summary(result, advise)
+    summary = _summary(config, result, advise)
     if summary:
         try_print(summary)
     if rank_and_size()[1] > 1:
@@ -107,14 +107,14 @@ def _run(args: Sequence[str], advise: bool) -> int:
     return int(not advise and result.stop_requested)
 
 
-def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
+def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> tuple[RunConfig, TrainResult]:
     if len(paths) > 1 or not (paths or "model.from" in overrides):
         given = f"got {' '.join(paths)}" if paths else "got none"
         raise UserError(f"expected one TOML file or preset, {given}; try trifocal train showcase")
     if "checkpoint" in own:
         raise UserError("--checkpoint goes with --resume RUN_DIR")
     config = numbered(load_config(paths[0] if paths else None, overrides))
-    return train(config, overwrite="overwrite" in own, before_step=_before_step(config))
+    return config, train(config, overwrite="overwrite" in own, before_step=_before_step(config))
 
 
 def numbered(config: RunConfig) -> RunConfig:
@@ -128,7 +128,7 @@ def numbered(config: RunConfig) -> RunConfig:
     return override(config, {"run.directory": next(folder for folder in folders if not Path(folder).exists())})
 
 
-def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
+def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> tuple[RunConfig, TrainResult]:
     if paths:
         raise UserError(f"--resume takes the run's own config; leave {paths[0]} out")
     if "overwrite" in own:
@@ -140,7 +140,8 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
         raise UserError(f"--resume continues in {directory}; leave --run.directory {config.run.directory} out")
-    return resume(directory, checkpoint=own.get("checkpoint", ""), config=config, before_step=_before_step(config))
+    checkpoint = own.get("checkpoint", "")
+    return config, resume(directory, checkpoint=checkpoint, config=config, before_step=_before_step(config))
 
 
 def _before_step(config: RunConfig) -> Callable[[], str]:
@@ -149,7 +150,7 @@ def _before_step(config: RunConfig) -> Callable[[], str]:
     return Threads(choose_device(config.run.device), fixed=fixed).look
 
 
-def _summary(result: TrainResult, advise: bool) -> str:
+def _summary(config: RunConfig, result: TrainResult, advise: bool) -> str:
     if not result.is_rank0:
         # Rank 0 speaks for all.
         return ""
@@ -173,7 +174,7 @@ def _summary(result: TrainResult, advise: bool) -> str:
     report = f"trifocal report {directory}"
     if importlib.util.find_spec("plotly") is None:
         report = f"pip install 'trifocal[report]' && {report}"
-    prompt = "import " if "builtin" in load_run(result.directory).data.sources else "the beginning of a text"
+    prompt = "import " if "builtin" in config.data.sources else "the beginning of a text"
     generate = {"continue a text of yours": f'trifocal generate {directory} --prompt "{prompt}"'}
     advice = {
         **({} if result.evaluation is not None and result.evaluation.bits_per_byte is None else generate),

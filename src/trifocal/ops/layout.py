@@ -96,12 +96,11 @@ class Documents(NamedTuple):
 
     def with_room(self) -> "Documents":
         """The same with empty documents at the end, so that compiled code fits other packs of as many tokens."""
-        num_tokens, length = self.ids.shape[0], self.max_length
-        cu_seqlens = pad_boundaries(self.cu_seqlens, num_tokens)
-        # Of two documents the first may have any length: one row of both costs no more than twice as much.
+        num_tokens, length, aligned = self.ids.shape[0], self.max_length, self.aligned
         if length is not None and num_tokens < 2 * length:
-            return Documents(cu_seqlens, self.ids, self.positions, num_tokens, aligned=True)
-        return Documents(cu_seqlens, self.ids, self.positions, length, aligned=self.aligned)
+            # Of two documents the first may have any length: one row of both costs no more than twice as much.
+            length, aligned = num_tokens, True
+        return Documents(pad_boundaries(self.cu_seqlens, num_tokens), self.ids, self.positions, length, aligned=aligned)
 
     def part(self, begin: int, end: int) -> "Documents":
         """Only tokens `begin` to `end`: documents that hold the first or the last of them are cut there, and others are

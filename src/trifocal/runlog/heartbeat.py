@@ -222,7 +222,6 @@ class Heartbeat:
         self._add_total(now - seconds)
         self._phases[-1] = self._phases[-1][0], now
         self._resumed = now
-        self._last_beat = now
 
     def _run(self) -> None:
         # The file stays open: if the run's folder is moved, the last row must not create it again.

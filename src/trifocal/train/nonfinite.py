@@ -55,11 +55,11 @@ class FiniteGuard:
         size, watch = self._processes.size, self._parallel.watch
         named = [(name, p if of_weights else p.grad) for name, p in self._model.named_parameters()]
         bad_here = {name for name, p in named if p is not None and not bool(torch.isfinite(local_shard(p)).all())}
-        found = set().union(*self._processes.gather(bad_here))
-        bad = [name for name, _ in named if name in found]
         finite_here = bool(torch.isfinite(result.local_loss)) and (watch is None or watch.finite())
-        finite = self._processes.gather(finite_here)
-        documents_of = self._processes.gather([name for batch in result.batches for name in batch.document_ids])
+        documents_here = [name for batch in result.batches for name in batch.document_ids]
+        gathered = self._processes.gather((bad_here, finite_here, documents_here))
+        found, finite, documents_of = zip(*gathered, strict=True)
+        bad = [name for name, _ in named if any(name in part for part in found)]
         # After the exchange of gradients all processes have the NaN of one.
         guilty = [rank for rank in range(size) if not finite[rank]] if size > 1 else [0]
         documents = list(dict.fromkeys(name for rank in guilty or range(size) for name in documents_of[rank]))
