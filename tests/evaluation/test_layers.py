@@ -1,0 +1,36 @@
+"""Which layers need all of the past: by what a conversion changes, not by how numbers are rounded."""
+
+import random
+
+import pytest
+import torch
+
+from tests.devices import DEVICES, WIDE
+from trifocal.data import make_tokenizer
+from trifocal.evaluation.layers import layers_by_harm
+from trifocal.models import save_weights
+from trifocal.ops import Geometry
+from trifocal.testing.small_models import make_model, small_config
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_whose_blocks_cover_the_row_does_no_harm(device, tmp_path):
+    config = small_config(attention="dense", vocab_size=257, **WIDE)
+    model = make_model(config, torch.device("cpu")).bfloat16()
+    save_weights(model, tmp_path / "dense", max_position_embeddings=512)
+    make_tokenizer("bytes").save(tmp_path / "dense")
+    (tmp_path / "text").mkdir()
+    for name in "abcd":
+        text = "".join(random.Random(name).choices("word \n", k=2000))
+        (tmp_path / "text" / f"{name}.txt").write_text(text)
+    data = {"source": f"text:{tmp_path / 'text'}", "validation_fraction": 0.5}
+
+    def harm(blocks):
+        geometry = Geometry(num_selected_blocks=blocks)
+        found = layers_by_harm(tmp_path / "dense", "selected", geometry, data, 512, torch.device(device), print)
+        assert len(found) == config.num_layers
+        return found.values()
+
+    # Two roundings to bf16 are 1e-5 and more apart.
+    assert max(harm(8)) < 1e-7
+    assert min(harm(3)) > 1e-4
