@@ -1,8 +1,8 @@
 """The attention picture: the keys that each branch reads, for one sequence of validation text.
 
 At every evaluation the trainer stores the picture of the same sequence in `attention/step_*.npz` (compressed numpy, no
-pickles; well under 1 MB); docs/diagnostics.md has its arrays. The window needs no array: a query reads the last
-`window_size` tokens of its document, its own included.
+pickles; well under 1 MB). The window needs no array: a query reads the last `window_size` tokens of its document, its
+own included.
 """
 
 import io
@@ -32,7 +32,23 @@ _ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """The keys that the branches of every layer read in one sequence."""
+    """The keys that the branches of every layer read in one sequence.
+
+    T tokens, Q evenly spaced queries (128 at most), L layers that choose blocks, G groups, J selection blocks of the
+    longest document, N selected ones. The file has the arrays by these names, and all else as JSON in `header`.
+
+    Attributes:
+        texts: Text of each token.
+        layers: Numbers of the L layers.
+        positions: Position of each token in its document, [T].
+        documents: Document of each token, [T].
+        queries: Index of each query's token, [Q].
+        selected: Selected blocks, ascending, counted from the start of the query's document, [L, Q, G, N]; -1 pads.
+        importance: Share of each block in the scores that choose, as round(255 * sqrt(share)), [L, Q, G, J].
+        dense: Share of full attention over the selected branch's keys in each block, in the same code, [L, Q, G, J].
+        gates: Gates of cmp, slc, win, mean over the group's heads, as round(255 * gate), [L, Q, G, 3]; 0, 1, 0 in a
+            layer without gates.
+    """
 
     step: int
     geometry: Geometry
