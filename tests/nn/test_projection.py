@@ -104,3 +104,22 @@ def test_a_map_without_a_weight_tensor_is_applied_as_it_is():
             doubled, plain, apart = project(x, [Doubled(), linear], apart=[Doubled()])
         assert torch.equal(doubled, 2 * x) and torch.equal(plain, linear(x)) and torch.equal(apart, 2 * x)
         assert plain.requires_grad == grad and not apart.requires_grad
+
+
+def test_a_weight_of_a_class_of_its_own_makes_its_product():
+    """As torchao's quantized weights do, in an ordinary `Linear`; some of them cannot be joined with others."""
+
+    class Doubled(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.cat:
+                raise NotImplementedError
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            return 2 * result if func is nn.functional.linear else result
+
+    linears, x = [nn.Linear(4, size, bias=False) for size in (3, 2, 5)], torch.randn(3, 4, requires_grad=True)
+    first, second, apart = (linear(x).detach() for linear in linears)
+    linears[0].weight = nn.Parameter(linears[0].weight.detach().as_subclass(Doubled))
+    outputs = project(x, linears[:2], apart=linears[2:])
+    assert isinstance(outputs[0], Doubled)
+    torch.testing.assert_close([output.as_subclass(torch.Tensor) for output in outputs], [2 * first, second, apart])

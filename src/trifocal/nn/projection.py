@@ -53,9 +53,12 @@ def project(
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether a call is that of PyTorch's `Linear` and nothing else: no other forward in its place, no hooks."""
+    """Whether a call is that of PyTorch's `Linear` and nothing else: no other forward in its place, no hooks, and no
+    weight of a class of its own, as torchao's quantized ones are.
+    """
     hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
-    return type(linear) is nn.Linear and "forward" not in linear.__dict__ and not any(hooks)
+    own = type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor)
+    return own and "forward" not in linear.__dict__ and not any(hooks)
 
 
 def whole(parameter: Tensor) -> Tensor:
