@@ -91,6 +91,22 @@ def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
     assert choice_recall(layer) == {}
 
 
+def test_an_index_without_parameters_of_its_own_learns():
+    """FSDP1 leaves a layer only views of one flat parameter, unless told to keep the original ones."""
+    torch.manual_seed(0)
+    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
+    layer.choice_loss_stretch = 1
+    x, maps = 3 * torch.randn(2, 64, 16, dtype=torch.float64), layer.index.maps
+    expected = torch.autograd.grad(layer(x).sum(), [linear.weight for linear in maps])
+    flat = nn.Parameter(torch.cat([linear.weight.detach().flatten() for linear in maps]))
+    for linear, part in zip(maps, flat.split([linear.weight.numel() for linear in maps]), strict=True):
+        weight = part.view(linear.weight.shape)
+        del linear.weight
+        linear.weight = weight
+    layer(x).sum().backward()
+    torch.testing.assert_close(flat.grad, torch.cat([gradient.flatten() for gradient in expected]))
+
+
 @pytest.mark.parametrize(("head_dim", "positions"), [(64, [0, 3, 40, 1000]), (32, [0, 0]), (16, [0, 0])])
 def test_an_index_begins_with_the_scores_of_its_attention(head_dim, positions):
     """Exactly, with one head a group: where heads are narrower, but for their rotation."""

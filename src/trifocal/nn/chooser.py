@@ -101,13 +101,11 @@ class ChoosingAttention(AttentionBase):
     @property
     def learns_choice(self) -> bool:
         """Whether a call now teaches the index: in training, unless its parameters are frozen or the weight is 0."""
-        return (
-            self.training
-            and torch.is_grad_enabled()
-            and self.index is not None
-            and self.choice_loss_weight > 0
-            and any(parameter.requires_grad for parameter in self.index.parameters())
-        )
+        if self.index is None or not (self.training and torch.is_grad_enabled() and self.choice_loss_weight > 0):
+            return False
+        # FSDP1 may leave no parameters here, only weights that are views of a flat one.
+        weights = [getattr(linear, "weight", None) for linear in self.index.maps]
+        return any(getattr(weight, "requires_grad", False) for weight in (*self.index.parameters(), *weights))
 
     def _draw(self, x: Tensor, positions: Tensor, padding: Tensor | None = None) -> ChoiceSample | None:
         """Queries that teach the index in a call outside of a model, none of padding [B, T]; None if nothing does."""
