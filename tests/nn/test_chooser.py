@@ -122,6 +122,19 @@ def test_an_index_begins_with_the_scores_of_its_attention(head_dim, positions):
     torch.testing.assert_close(scores(*first_index(q, k, 1, head_dim)), scores(q, k), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [NSAttention, SelectedAttention])
+def test_a_layer_of_ones_own_begins_its_index(kind):
+    """As a model does, and again when it is asked to, after weights of one's own."""
+    layer = kind(**SIZES, chooser="index")
+    for _ in range(2):
+        keys = layer.k_proj.weight.chunk(layer.branches)[layer.branches // 2]
+        expected = first_index(layer.q_proj.weight, keys, HEADS["num_kv_heads"], HEADS["head_dim"])
+        torch.testing.assert_close([linear.weight for linear in layer.index.maps], [*expected], rtol=0, atol=0)
+        for linear in (layer.q_proj, layer.k_proj, *layer.index.maps):
+            nn.init.normal_(linear.weight, std=0.02)
+        layer.begin_index()
+
+
 def test_an_index_begins_with_the_mean_of_heads():
     """Heads of 128: every second pair of dimensions turns like one of the index."""
     torch.manual_seed(0)

@@ -85,6 +85,7 @@ class ChoosingAttention(AttentionBase):
         self.index: IndexHeads | None = (
             IndexHeads(self.q_proj.in_features, self.num_kv_heads) if chooser == "index" else None
         )
+        self.begin_index()
 
     @torch.no_grad()
     def begin_index(self) -> None:
