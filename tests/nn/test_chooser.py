@@ -91,6 +91,25 @@ def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
     assert choice_recall(layer) == {}
 
 
+def test_a_weight_undoes_the_scale_of_a_loop():
+    """Accumulated batches, and a scaler, teach as one batch does."""
+    torch.manual_seed(0)
+    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
+    layer.choice_loss_stretch = 1
+    x, scaler = 3 * torch.randn(2, 64, 16, dtype=torch.float64), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(layer.parameters())
+    expected = torch.autograd.grad(layer(x).mean(), [*layer.parameters()])
+    layer.choice_loss_weight = 1 / 2
+    for part in x.chunk(2):
+        (layer(part).mean() / 2).backward()
+    torch.testing.assert_close([one.grad for one in layer.parameters()], [*expected])
+    optimizer.zero_grad()
+    layer.choice_loss_weight = scaler.get_scale()
+    scaler.scale(layer(x).mean()).backward()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close([one.grad for one in layer.parameters()], [*expected])
+
+
 def test_an_index_without_parameters_of_its_own_learns():
     """FSDP1 leaves a layer only views of one flat parameter, unless told to keep the original ones."""
     torch.manual_seed(0)
