@@ -1,5 +1,6 @@
 """The report in a real browser, and its words and figures without one."""
 
+import html
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from trifocal.report.page import _charts as charts_of_page
 from trifocal.report.page import build_page
 from trifocal.report.picture import pictures_of
 from trifocal.report.summary import summarise
+from trifocal.report.tables import comparison
 from trifocal.runlog.metrics import MetricsWriter
 from trifocal.runlog.run import read_run
 from trifocal.telemetry.attention_picture import read_picture
@@ -135,6 +137,32 @@ def test_a_comparison_draws_every_run(make_run, browser):
     assert browser.evaluate("document.querySelectorAll('#chart-throughput .scatterlayer .trace').length") == 2
     text = browser.evaluate("document.body.innerText")
     assert "optimizer.learning_rate" in text and "data.source" not in text.split("Environment and config")[0]
+
+
+def test_losses_stand_beside_the_first_run_where_their_rows_are_the_same(make_run):
+    folders = [make_run(name, steps=300) for name in ("dense", "mix", "other text")]
+    metrics = folders[1] / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    raised = [{**row, "validation_loss": row["validation_loss"] + 0.01} for row in rows if row["kind"] == "evaluation"]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in raised[1:]))
+    config = folders[2] / "config.toml"
+    config.write_text(config.read_text().replace('"builtin"', '"text:other"'))
+    runs = [read_run(folder) for folder in folders]
+    [chart] = [chart for chart in training_charts(runs) if chart.key == "above_first"]
+    [above] = chart.traces
+    assert above["name"] == "mix" and above["x"] == [200, 300] and above["y"] == pytest.approx([0.01, 0.01], rel=1e-4)
+    assert "above_first" not in {chart.key for chart in training_charts(runs[:1])}
+
+
+def test_types_of_layers_that_repeat_are_shown_once(make_run):
+    runs = [make_run(name, steps=100) for name in ("dense", "mix")]
+    types = ["window", "window", "window", "selected"]
+    config = runs[1] / "config.toml"
+    config.write_text(config.read_text().replace("[model]", f"[model]\nlayer_types = {json.dumps(types * 3)}"))
+    table = re.sub("<.*?>", " ", html.unescape(comparison([read_run(run) for run in runs])))
+    assert json.dumps(types) + ", repeated" in table and table.count('"selected"') == 1
+    # It says nothing of a model whose layers have types.
+    assert re.search(r'model.attention\s+"nsa"\s+-', table)
 
 
 def test_runs_named_by_dates_and_in_other_alphabets_are_told_apart(make_run):

@@ -53,6 +53,7 @@ def training_charts(runs: list[Run]) -> list[Chart]:
     rate, tokens = {"learning_rate": ""}, {"tokens_per_second": ""}
     charts = [
         _loss(runs),
+        _above_first(runs),
         _curves(runs, "learning_rate", "Learning rate", "Warm-up, then the schedule.", rate, "", form="~g"),
         _gradient_norm(runs),
         _curves(runs, "throughput", "Throughput", "All ranks together, only in training steps.", tokens, "tokens/s"),
@@ -97,6 +98,27 @@ def _loss(runs: list[Run]) -> Chart:
             traces.append(line(*points, f"validation, {source}", f"@run{number + 1}", width=1, dash="dot"))
     caption = "Cross-entropy in nats per token; lower is better. Faint: as logged; strong: smoothed; dots: validation."
     return Chart("loss", "Loss", caption, traces, _axes("nats per token"), wide=True, height=380)
+
+
+def _above_first(runs: list[Run]) -> Chart:
+    """The validation loss of each run above that of the first at the same step, where both measured the same rows."""
+    first, *others = runs
+    base = dict(zip(*first.series("evaluation", "validation_loss"), strict=True))
+    traces = []
+    for index, run in enumerate(others, 1):
+        points = zip(*run.series("evaluation", "validation_loss"), strict=True)
+        above = {step: loss - base[step] for step, loss in points if step in base}
+        if above and _validation_rows(run) == _validation_rows(first):
+            traces.append(line([*above], [*above.values()], run.name, f"@run{index}"))
+    caption = f"Of the same rows, at the same step; below 0 is better than {first.name}."
+    layout = _axes("nats per token") | {"showlegend": True}
+    return Chart("above_first", f"Validation loss above that of {first.name}", caption, traces, layout, wide=True)
+
+
+def _validation_rows(run: Run) -> list[Any]:
+    """What the rows of the validation loss follow from."""
+    train, evaluate = run.config.get("train", {}), run.config.get("evaluate", {})
+    return [run.config.get("data"), train.get("sequence_length"), evaluate.get("sequences")]
 
 
 def _gradient_norm(runs: list[Run]) -> Chart:

@@ -60,6 +60,10 @@ def comparison(runs: list[Run]) -> str:
     rows = [[name, *(figure.get(name, "-") for figure in figures)] for name in names]
     side_by_side = table(["", *(run.name for run in runs)], rows, number_columns=True)
     settings = [flat(run.config) for run in runs]
+    for setting in settings:
+        # Where layers have types, these count.
+        if setting.get("model.layer_types", "[]") != "[]":
+            setting.pop("model.attention", None)
     keys = sorted({key for setting in settings for key in setting} - {"run.directory"})
     different = [key for key in keys if len({setting.get(key, "-") for setting in settings}) > 1]
     if not different:
@@ -123,6 +127,11 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
             result |= flat(value, f"{prefix}{name}.")
         else:
             result[prefix + name] = json.dumps(value, default=str)
+            if name == "layer_types" and isinstance(value, list):
+                lengths = range(1, len(value) // 2 + 1)
+                pattern = next((value[:n] for n in lengths if value == value[:n] * (len(value) // n)), None)
+                if pattern:
+                    result[prefix + name] = f"{json.dumps(pattern)}, repeated"
     return result
 
 
