@@ -120,13 +120,15 @@ def test_interruptions_change_nothing(uninterrupted, monkeypatch, capfd):
 
 
 def test_an_earlier_checkpoint_replaces_the_later_one(copy, uninterrupted):
+    """Also from a copy that somebody kept under another name; it stays."""
     newest = copy / "checkpoints" / "step_00000009"
     shutil.copytree(newest, newest.with_name("step_00000011"))
     (newest / "rank0.json").write_text("{}")
     with pytest.raises(UserError, match=r"rank0\.json.*--resume \S+/run --checkpoint step_00000008"):
         resume(copy, checkpoint=newest.name)
-    assert resume(copy, checkpoint="step_00000008").finished
-    assert sorted(path.name for path in newest.parent.iterdir()) == ["step_00000008", "step_00000009"]
+    shutil.copytree(newest.with_name("step_00000008"), newest.with_name("step_8"))
+    assert resume(copy, checkpoint="step_8").finished
+    assert sorted(path.name for path in newest.parent.iterdir()) == ["step_00000008", "step_00000009", "step_8"]
     assert_same_run(uninterrupted, copy)
     assert (newest / "rank0.json").read_text() != "{}"
 

@@ -16,7 +16,8 @@ from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.ops.validation import check_type
 from trifocal.paths import shell_path, user_path
-from trifocal.train.checkpoint.folders import checkpoint_path, checkpoint_step, find_checkpoint, list_checkpoints
+from trifocal.train.checkpoint.folders import checkpoint_path, find_checkpoint, list_checkpoints
+from trifocal.train.checkpoint.manifest import read_manifest
 from trifocal.train.config.check import choose_device, preflight
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_literal
@@ -199,11 +200,13 @@ def _resume(
     lock: RunLock,
     before_step: BeforeStep | None,
 ) -> TrainResult:
-    def prepare() -> Path:
+    def prepare() -> tuple[Path, int]:
         open_run_directory(directory, lock)
-        return find_checkpoint(directory / "checkpoints", checkpoint, command=resume_command(directory))
+        path = find_checkpoint(directory / "checkpoints", checkpoint, command=resume_command(directory))
+        # A copy of a checkpoint may have any name.
+        return path, read_manifest(path)["step"]
 
-    found = processes.run_on_rank0(prepare)
+    found, step = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     saved = processes.run_on_rank0(lambda: load_run(directory))
     for name in ("train.only", "optimizer.kind"):
@@ -214,8 +217,8 @@ def _resume(
                 f"(--model.from {shell_path(directory)} --run.directory NEW)"
             )
     setup = make_setup(config, directory, processes, tokenizer, begins=False)
-    notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes]
+    notes = [*resume_notes(saved, setup.config, step), *notes]
     stable = _stable_checkpoint(directory, saved)
-    if found.name > stable.name and stable.is_dir() and config.train.steps > saved.train.steps:
+    if step > last_stable_step(saved) and stable.is_dir() and config.train.steps > saved.train.steps:
         notes.append(f"to prolong the run from before its learning rate declined, take --checkpoint {stable.name}")
     return run_training(setup, notes, found, before_step)

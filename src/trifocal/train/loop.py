@@ -12,7 +12,7 @@ import torch
 from trifocal.runlog.environment import write_backends
 from trifocal.runlog.traces.tracer import Tracer
 from trifocal.train.checkpoint.export import STEP_FILE, WEIGHTS, weights_step
-from trifocal.train.checkpoint.folders import checkpoint_step, delete_later_checkpoints
+from trifocal.train.checkpoint.folders import delete_later_checkpoints
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.nonfinite import FiniteGuard
@@ -116,7 +116,7 @@ def run_training(
         stack.enter_context(coordinator.watched(log.heartbeat, silence, log.event))
         try:
             with signals.as_stop_request():
-                return Trainer(setup, log, coordinator, signals, checkpoint, before_step).run(notes)
+                return Trainer(setup, log, coordinator, signals, before_step).run(notes)
         except StoppedBeforeFirstStep:
             setup.state.step = setup.state.resume_step or 0
             log.heartbeat.close("stopped")
@@ -132,12 +132,11 @@ class Trainer:
         log: RunLogger,
         coordinator: StepCoordinator,
         signals: StopSignals,
-        checkpoint: Path | None,
         before_step: BeforeStep | None,
     ) -> None:
         self.setup, self.log, self.coordinator, self.signals = setup, log, coordinator, signals
         self.config, self.state, self.processes = setup.config, setup.state, setup.processes
-        self.checkpoint, self.before_step = checkpoint, before_step
+        self.before_step = before_step
         self.guard = FiniteGuard(setup, log)
         self.saver = Saver(setup, log, self.guard)
         self.evaluator = Evaluator(setup, log, coordinator)
@@ -294,18 +293,18 @@ class Trainer:
         """Note that the first step has ended in all processes: from now on a signal saves. A resume changes the run's
         configuration and checkpoints only now: one that fails leaves them as they were.
         """
-        directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
+        directory, processes, resume_step = self.setup.directory, self.processes, self.state.resume_step
         with self.log.heartbeat.phase("wait"):
             processes.raise_on_all(None)
         self.signals.something_to_save = True
-        if checkpoint is None:
+        if resume_step is None:
             return
 
         def commit() -> None:
             self.saver.check_directory()
             save_config(self.config, directory)
-            delete_later_checkpoints(checkpoint)
-            if (weights_step(directory / WEIGHTS) or 0) > checkpoint_step(checkpoint):
+            delete_later_checkpoints(directory / "checkpoints", resume_step)
+            if (weights_step(directory / WEIGHTS) or 0) > resume_step:
                 # This run will have another model of that step.
                 (directory / WEIGHTS / STEP_FILE).unlink()
 

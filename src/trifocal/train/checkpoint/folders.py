@@ -17,7 +17,7 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step of a checkpoint that `list_checkpoints` or `find_checkpoint` gave."""
+    """The step of a checkpoint that `list_checkpoints` gave."""
     return int(path.name.removeprefix(_PREFIX))
 
 
@@ -36,13 +36,13 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int, keep
             remove_folder(path)
 
 
-def delete_later_checkpoints(path: Path) -> None:
-    """Make this checkpoint the newest: delete later and unfinished ones."""
-    for unfinished in path.parent.glob(f"{PARTIAL}*"):
+def delete_later_checkpoints(root: Path, step: int) -> None:
+    """Delete the checkpoints of later steps, and unfinished ones."""
+    for unfinished in root.glob(f"{PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
-    found = list_checkpoints(path.parent)
-    for later in found[found.index(path) + 1 :]:
-        remove_folder(later)
+    for path in list_checkpoints(root):
+        if checkpoint_step(path) > step:
+            remove_folder(path)
 
 
 def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer: bool = True) -> Path:
@@ -78,4 +78,6 @@ def _choose_checkpoint(root: Path, name: str) -> Path:
 
 def _step_of(path: Path) -> int | None:
     digits = path.name.removeprefix(_PREFIX)
-    return int(digits) if path.name.startswith(_PREFIX) and digits.isdecimal() and path.is_dir() else None
+    # The name of somebody's copy may be like these.
+    is_step = digits.isdecimal() and path == checkpoint_path(path.parent, int(digits)) and path.is_dir()
+    return int(digits) if is_step else None
