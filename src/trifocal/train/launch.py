@@ -207,7 +207,7 @@ def _resume(
         return path, read_manifest(path)["step"]
 
     found, step = processes.run_on_rank0(prepare)
-    tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
+    tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size, begins=False))
     saved = processes.run_on_rank0(lambda: load_run(directory))
     for name in ("train.only", "optimizer.kind"):
         if value_of(config, name) != value_of(saved, name):

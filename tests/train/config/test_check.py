@@ -10,6 +10,7 @@ from tests.train.tiny import before_step, make_config
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train import resume, train
+from trifocal.train.checkpoint.folders import checkpoint_path
 from trifocal.train.config.check import choose_device, disk_bytes, preflight, state_bytes
 
 CPU = torch.device("cpu")
@@ -147,8 +148,19 @@ def test_a_disk_too_small_for_the_checkpoints(tmp_path, monkeypatch):
         preflight(config, CPU)
     # `trifocal sparsify` keeps one, and has no flag for it.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+    fewer = make_config(tmp_path, "--checkpoint.keep_last", "1")
     with pytest.raises(UserError, match=r"make room there$"):
-        preflight(make_config(tmp_path, "--checkpoint.keep_last", "1"), CPU)
+        preflight(fewer, CPU)
+    # Checkpoints of a run that continues are deleted behind the next one; those of another run are not.
+    for step in (2, 4, 6):
+        path = checkpoint_path(tmp_path / "run" / "checkpoints", step)
+        path.mkdir(parents=True)
+        (path / "weights").write_bytes(bytes(needed // 3))
+    for free, begins in ((needed // 3 - 1, False), (needed // 3, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
+        with pytest.raises(UserError, match=r"make room there$"):
+            preflight(fewer, CPU, begins=begins)
+    preflight(fewer, CPU, begins=False)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

@@ -34,9 +34,12 @@ def choose_device(wanted: str | torch.device) -> torch.device:
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
-def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -> tuple[Tokenizer, list[str]]:
+def preflight(
+    config: RunConfig, device: torch.device, num_processes: int = 1, *, begins: bool = True
+) -> tuple[Tokenizer, list[str]]:
     """Check that the parts of a configuration fit one another and this machine; UserError, with the fields to change,
-    if the run would fail. Returns the tokenizer, and notes on settings that are valid but doubtful.
+    if the run, which `begins` or continues, would fail. Returns the tokenizer, and notes on settings that are valid but
+    doubtful.
     """
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_context(config, num_processes)
@@ -50,7 +53,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_distillation(config)
     _check_backend(config, device)
     _check_compiler(config)
-    _check_disk(config)
+    _check_disk(config, begins=begins)
     check_sinks(config.log.sink_names())
     _check_traces(config)
     return tokenizer, _notes(config)
@@ -219,22 +222,25 @@ def existing_folder(folder: Path) -> Path:
     return folder
 
 
-def _check_disk(config: RunConfig) -> None:
+def _check_disk(config: RunConfig, *, begins: bool) -> None:
     folder = Path(config.run.directory)
     existing = existing_folder(folder)
     # A resumed run writes into the second.
     for place in (existing, folder / "checkpoints"):
         if place.exists() and not os.access(place, os.W_OK):
             raise UserError(f"run.directory {folder}: no permission to write in {place}")
-    files = [file for path in list_checkpoints(folder / "checkpoints") for file in path.rglob("*") if file.is_file()]
-    needed = disk_bytes(config) - sum(file.stat().st_size for file in files)
+    # A new run leaves those of an earlier one where they are, and the first of any run comes beside what is there.
+    found = [] if begins else list_checkpoints(folder / "checkpoints")
+    there = sum(file.stat().st_size for path in found for file in path.rglob("*") if file.is_file())
+    one = state_bytes(config)[0]
+    needed = max(disk_bytes(config) - there, one)
     free = shutil.disk_usage(existing).free
     if needed > free:
         saving = config.checkpoint
         fewer = ", or keep fewer (checkpoint.keep_last, checkpoint.keep_every_steps)"
         raise UserError(
             f"the checkpoints need {needed / 1e9:.3g} GB, and {existing} has {free / 1e9:.3g} GB free; make room there"
-            + (fewer if saving.keep_last > 1 or saving.keep_every_steps else "")
+            + (fewer if needed > one and (saving.keep_last > 1 or saving.keep_every_steps) else "")
         )
 
 
