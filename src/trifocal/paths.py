@@ -13,7 +13,7 @@ from trifocal.errors import UserError, one_line
 
 MAX_FILE_BYTES = 2**28
 """Largest file that is read whole: the vocabularies of the largest tokenizers have a tenth of it."""
-_MAX_TOML_BYTES = 2**16
+MAX_TOML_BYTES = 2**16
 """Python's parser takes time that grows with the square of a key's length."""
 
 
@@ -114,7 +114,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a TOML file; as `read_text`, and refuses what is not TOML."""
-    text = read_text(path, _MAX_TOML_BYTES)
+    text = read_text(path, MAX_TOML_BYTES)
     try:
         return tomllib.loads(text)
     except RecursionError:

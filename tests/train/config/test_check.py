@@ -35,6 +35,7 @@ GRADIENTS = ("--trace.what", "gradients")
         (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
         (("--run.directory", __file__ + "/run"), r"cannot make run\.directory \S+\.py/run: Not a directory"),
         (("--data.source", "text:/nowhere/at/all"), "nowhere"),
+        (("--log.sample_prompt", "x" * 65536), "reads its config.toml up to 65,536; shorten log.sample_prompt$"),
         (("--data.source", "builtin", "text:/nowhere/at/all"), "nowhere"),
         ((*MIXED, "--data.change_step", "6"), r"within the run of 6 steps: set data\.change_step above 0 and below 6"),
         (MIXED, r"below 6, now 0, or schedule\.kind to \"wsd\""),

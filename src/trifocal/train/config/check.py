@@ -9,13 +9,16 @@ import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.errors import UserError
+from trifocal.fields import dotted_fields, value_of
 from trifocal.models.decoder import meta_model
 from trifocal.ops.devices import computes_bf16
 from trifocal.ops.dispatch import resolve
+from trifocal.paths import MAX_TOML_BYTES
 from trifocal.runlog.sinks import check_sinks
 from trifocal.runlog.traces.tracer import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import RunConfig
+from trifocal.train.config.toml import to_literal, to_toml
 from trifocal.train.step.optimizer import freeze, make_optimizer
 from trifocal.train.step.schedule import change_step
 
@@ -45,6 +48,7 @@ def preflight(
     _check_context(config, num_processes)
     _check_batches(config, config.parallel.groups(num_processes))
     _check_saving(config)
+    _check_size(config)
     _check_text(config, tokenizer)
     _check_change(config)
     _check_precision(config, device)
@@ -92,6 +96,17 @@ def _check_saving(config: RunConfig) -> None:
         raise UserError(
             f"checkpoint.interval_steps is {interval}: a run of {steps} steps would lose everything in a crash; "
             f"save at least once on the way (runs of up to {LONG_RUN_STEPS} steps need not)"
+        )
+
+
+def _check_size(config: RunConfig) -> None:
+    """Check that the run's `config.toml` can be read again: flags may be longer than a file."""
+    size = len(to_toml(config).encode())
+    if size > MAX_TOML_BYTES:
+        longest = max(dotted_fields(RunConfig), key=lambda name: len(to_literal(value_of(config, name))))
+        raise UserError(
+            f"the configuration takes {size:,} bytes, and a run reads its config.toml up to {MAX_TOML_BYTES:,}; "
+            f"shorten {longest}" + (", by a folder or a glob in place of many files" if "source" in longest else "")
         )
 
 
