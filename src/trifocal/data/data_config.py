@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -16,6 +18,7 @@ SYNTHETIC = ("synthetic", "recall", "needle")
 
 SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "hf", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _WITH_FIELD = ("jsonl", "parquet", "hf", "fineweb-edu")
 
 
@@ -237,4 +240,12 @@ class DataConfig:
     def only(self, source: str) -> DataConfig:
         """The settings with only this source, one of these or another."""
         found = [part for part in self.parts if part.source == source]
-        return found[0] if found else replace(self.parts[0], source=source)
+        return found[0] if found else replace(self.parts[0], source=source, revision=self.revisions_of([source]))
+
+    def revisions_of(self, sources: Sequence[str]) -> str | tuple[str, ...]:
+        """The revisions of these sources or others: a commit, as a run saves it, is only of its own data set."""
+        known = {part.parsed[:2]: str(part.revision) for part in self.parts}
+        first = str(self.parts[0].revision)
+        default = str(DataConfig.revision) if _COMMIT.fullmatch(first) else first
+        found = tuple(known.get(parse_source(source)[:2], default) for source in sources)
+        return found[0] if len(set(found)) == 1 else found

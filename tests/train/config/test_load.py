@@ -151,6 +151,21 @@ def test_lists_are_words_or_between_commas_or_json(words):
     assert read_flags({"stop": tuple[str, ...]}, ["--stop", "[a], b", "c"]) == ([], {"stop": ("[a], b", "c")})
 
 
+def test_a_commit_that_a_run_has_saved_stays_with_its_data_set():
+    """`--resume` may name further sources, and `evaluate --source` another one."""
+    commit, branch = "0123456789" * 4, "refs/convert/parquet"
+    saved = override(RunConfig(), {"data.source": ("hf:a/x", "text:b"), "data.revision": (commit, "main")})
+    for sources, revisions in (
+        (("text:b", "hf:c/y", "hf:a/x#body"), ("main", "main", commit)),
+        ("hf:a/x", commit),
+        (("hf:c/y", "text:b"), "main"),
+    ):
+        assert override(saved, {"data.source": sources}).data.revision == revisions
+    assert saved.data.only("hf:c/y").revision == "main"
+    named = override(saved, {"data.source": "hf:a/x", "data.revision": branch})
+    assert override(named, {"data.source": "hf:c/y"}).data.revision == branch
+
+
 def test_a_pattern_of_layers_repeats_over_another_number_of_layers():
     mix = override(RunConfig(), {"model.num_layers": 8, "model.layer_types": ("window", "dense", "dense", "dense")})
     assert override(mix, {"model.num_layers": 4}).model.layer_types == ("window", "dense", "dense", "dense")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.errors import UserError, unknown
-from trifocal.fields import dotted_fields, from_table, nested, read_flags, value_of
+from trifocal.fields import checked, dotted_fields, from_table, nested, read_flags, value_of
 from trifocal.paths import read_toml, user_path
 from trifocal.train.checkpoint.pretrained import pretrained_values
 from trifocal.train.config.sections import RunConfig
@@ -94,6 +94,9 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
     if "model.num_layers" in given:
         # A preset's pattern repeats over another number of layers.
         values["model.layer_types"] = repeating(config.model.layer_types)
+    if "data.source" in given:
+        sources = checked(str | tuple[str, ...], given["data.source"], "data.source")
+        values["data.revision"] = config.data.revisions_of([sources] if isinstance(sources, str) else sources)
     return from_table(RunConfig, nested(values | given))
 
 
