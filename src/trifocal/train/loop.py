@@ -12,7 +12,7 @@ import torch
 from trifocal.runlog.environment import write_backends
 from trifocal.runlog.traces.tracer import Tracer
 from trifocal.train.checkpoint.export import STEP_FILE, WEIGHTS, weights_step
-from trifocal.train.checkpoint.folders import delete_later_checkpoints
+from trifocal.train.checkpoint.folders import delete_later
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.nonfinite import FiniteGuard
@@ -303,7 +303,7 @@ class Trainer:
         def commit() -> None:
             self.saver.check_directory()
             save_config(self.config, directory)
-            delete_later_checkpoints(directory / "checkpoints", resume_step)
+            delete_later(directory, resume_step)
             if (weights_step(directory / WEIGHTS) or 0) > resume_step:
                 # This run will have another model of that step.
                 (directory / WEIGHTS / STEP_FILE).unlink()

@@ -24,7 +24,7 @@ from trifocal.train.checkpoint import folders, manifest
 from trifocal.train.checkpoint import save_load as module
 from trifocal.train.checkpoint.folders import (
     checkpoint_path,
-    delete_later_checkpoints,
+    delete_later,
     find_checkpoint,
     list_checkpoints,
     prune_checkpoints,
@@ -203,16 +203,22 @@ def test_a_full_disk_leaves_nothing_and_harms_nothing(tmp_path, monkeypatch):
 
 
 def test_keeps_the_last_ones_and_every_mth(tmp_path):
+    root = tmp_path / "checkpoints"
     for step in range(2, 22, 2):
-        checkpoint_path(tmp_path, step).mkdir(parents=True)
-        prune_checkpoints(tmp_path, keep_last=2, keep_every_steps=8)
-    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [8, 16, 18, 20]
-    prune_checkpoints(tmp_path, keep_last=1, keep_every_steps=0, keep_step=16)
-    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [16, 20]
-    (tmp_path / "partial_step_00000022").mkdir()
-    (tmp_path / "step_18").mkdir()
-    delete_later_checkpoints(tmp_path, 16)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000016", "step_18"]
+        checkpoint_path(root, step).mkdir(parents=True)
+        prune_checkpoints(root, keep_last=2, keep_every_steps=8)
+    assert [int(path.name[5:]) for path in list_checkpoints(root)] == [8, 16, 18, 20]
+    prune_checkpoints(root, keep_last=1, keep_every_steps=0, keep_step=16)
+    assert [int(path.name[5:]) for path in list_checkpoints(root)] == [16, 20]
+    for name in ("partial_step_00000022", "step_18"):
+        (root / name).mkdir()
+    files = [tmp_path / "samples" / "step_00000016.txt", tmp_path / "evaluation" / "step_00000018.json"]
+    for file in files:
+        file.parent.mkdir()
+        file.touch()
+    delete_later(tmp_path, 16)
+    assert sorted(path.name for path in root.iterdir()) == ["step_00000016", "step_18"]
+    assert [file.exists() for file in files] == [True, False]
 
 
 @pytest.mark.parametrize("kind", ["pickle", "cut", "another shape", "absent"])

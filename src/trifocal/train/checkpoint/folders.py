@@ -9,6 +9,8 @@ from trifocal.train.checkpoint.manifest import MANIFEST, CheckpointDamaged, is_i
 from trifocal.train.run_folder import PARTIAL, remove_folder
 
 _PREFIX = "step_"
+# Folders of a run with a file for each step that was looked at, named as checkpoints are.
+_OF_STEPS = ("samples", "attention", "evaluation")
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -36,13 +38,17 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int, keep
             remove_folder(path)
 
 
-def delete_later_checkpoints(root: Path, step: int) -> None:
-    """Delete the checkpoints of later steps, and unfinished ones."""
+def delete_later(run: Path, step: int) -> None:
+    """Delete a run's checkpoints of later steps, unfinished ones, and what was seen of the model in later steps."""
+    root = run / "checkpoints"
     for unfinished in root.glob(f"{PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     for path in list_checkpoints(root):
         if checkpoint_step(path) > step:
             remove_folder(path)
+    for file in (file for name in _OF_STEPS for file in (run / name).glob(f"{_PREFIX}*")):
+        if file.stem > checkpoint_path(root, step).name:
+            file.unlink()
 
 
 def find_checkpoint(root: Path, name: str = "", *, command: str = "", optimizer: bool = True) -> Path:
