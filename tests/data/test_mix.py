@@ -118,6 +118,18 @@ def test_processes_share_what_one_would_see_and_continue_in_any_number(sources, 
             assert torch.equal(torch.cat([batch.tokens for batch in take(loader, 5)]), rows[_second_of_two(state)][:5])
 
 
+def test_a_stream_without_a_row_yet_is_in_its_first_epoch(tmp_path, sources):
+    """So that a run tells the epochs that a resumed one does."""
+    (tmp_path / "short.jsonl").write_text('{"text": "once"}\n')
+    mixed = (f"jsonl:{tmp_path}/short.jsonl", sources[0])
+    with open_mix(mixed, (1, 4), streams=4, validation_fraction=0.0) as loader:
+        state = loader.state_dict()
+        epochs = [batch.epochs for batch in take(loader, 60)]
+        loader.load_state_dict(state)
+        assert [batch.epochs for batch in take(loader, 60)] == epochs
+    assert epochs[-1][0] > 0
+
+
 def test_the_epoch_of_joined_positions_is_the_lowest():
     states = [{"sources": [{"streams": {str(rank): {}}, "epoch": 3 - rank}]} for rank in range(2)]
     assert merge_states(states)["sources"] == [{"streams": {"0": {}, "1": {}}, "epoch": 2}]

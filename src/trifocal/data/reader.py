@@ -83,11 +83,12 @@ class SourceReader:
     def keep(self, indices: Collection[int]) -> None:
         """Keep only these streams."""
         self.streams = {index: self.streams[index] for index in indices}
+        self._epochs = dict.fromkeys(indices, self.epoch)
 
     def add_epochs(self, epochs: dict[int, int]) -> None:
         """Note the epochs of streams at their first rows of a batch."""
         self._epochs |= epochs
-        self.epoch = min(self._epochs.values(), default=self.epoch)
+        self.epoch = min(self._epochs.values())
 
     def state(self) -> dict[str, Any]:
         """The position in each stream, with the name of the data, their settings and the epoch."""
