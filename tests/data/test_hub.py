@@ -67,6 +67,8 @@ def test_a_local_copy_of_the_repository(repository):
     default = open_source(f"hf:{repository}")
     assert default.shards == ["data/CC-MAIN-2024-10/000.parquet"]
     assert len({source.fingerprint, default.fingerprint}) == 2
+    moved = repository.rename(repository.with_name("moved"))
+    assert open_source(f"hf:{moved}:sample-10BT").fingerprint == source.fingerprint
 
 
 def test_a_split_for_validation(repository):

@@ -65,8 +65,8 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     wanted = validation if held_out else config.split
     files, commit = _locate(splits[wanted], repository)
     local = {key: path for key, path in files.items() if isinstance(path, Path)}
-    # A revision fixes the content of its files; for local files the sizes stand in.
-    mark = fingerprint("hub", repository, commit, list(files), sizes(local), field)
+    # A revision fixes the content of its files; for those of a folder, which may move, the sizes stand in.
+    mark = fingerprint("hub", commit and repository, commit, list(files), sizes(local), field)
     source_name = asked + (f"@{commit}" if commit else "")
     if others := [key for key in files if not key.endswith(".parquet")]:
         raise UserError(
