@@ -322,7 +322,8 @@ def test_compressed_files_are_read_from_any_cursor(tmp_path, texts):
 
 def test_compressed_files_that_are_damaged_or_of_another_kind(tmp_path):
     content = gzip.compress(b"some text\n" * 500)
-    for number, broken in enumerate([content[:-20], content[:30] + b"\xff" * 20 + content[50:], b"no gzip at all"]):
+    changed = content[:30] + b"\xff" * 20 + content[50:]
+    for number, broken in enumerate([content[:-20], changed, b"no gzip at all", b""]):
         path = tmp_path / f"{number}.txt.gz"
         path.write_bytes(broken)
         assert f"{path} is a damaged .gz file: " in first_error(f"text:{path}", validation_fraction=0.0)

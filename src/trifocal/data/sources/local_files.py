@@ -92,6 +92,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     if suffix in OTHER_COMPRESSED:
         raise UserError(f"{path}: {suffix} files are not read; unpack it, or compress it as .gz")
     try:
+        if suffix == ".gz" and path.stat().st_size == 0:
+            # Python reads it as no text.
+            raise EOFError("it has 0 bytes")
         with cast(BinaryIO, gzip.open(path)) if suffix == ".gz" else path.open("rb") as file:
             yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
