@@ -19,7 +19,7 @@ def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match=r"env\.json"):
             write_environment(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -21,9 +21,12 @@ def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> Non
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            # That of a full disk, which writing raises, names no file.
+            error.filename = str(path)
         raise
 
 
