@@ -230,6 +230,9 @@ def test_a_run_of_several_sources_ends_on_better_text_and_is_prolonged(tmp_path,
     assert resume(run, checkpoint="step_00000003", config=longer).finished
     saved = json.loads((path.parents[1] / "step_00000008" / "rank0.json").read_text())["data"]
     assert [own["rows"] for own in saved["sources"]] == [4, 28] and saved["sample_index"] == 12 + 5 * 8
+    assert "weights ended" not in capsys.readouterr().out
+    assert resume(run, config=override(longer, {"data.weights": (1.0, 3.0)})).finished
+    assert "data.weights ended with step 4, and data.weights_after hold" in capsys.readouterr().out
 
 
 def test_a_finished_run_continues_with_another_configuration(copy, capsys, monkeypatch):

@@ -24,7 +24,7 @@ from trifocal.train.config.toml import to_literal
 from trifocal.train.loop import BeforeStep, TrainResult, run_training
 from trifocal.train.run_folder import RunLock, create_run_directory, load_run, open_run_directory, read_mark, run_of
 from trifocal.train.setup import TrainSetup
-from trifocal.train.step.schedule import last_stable_step, learning_rate
+from trifocal.train.step.schedule import change_step, last_stable_step, learning_rate
 
 
 def check_same_start(processes: DistributedContext, config: RunConfig, **further: Any) -> None:
@@ -218,6 +218,9 @@ def _resume(
             )
     setup = make_setup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, step), *notes]
+    change = change_step(config)
+    if config.data.weights_after and config.data.weights != saved.data.weights and step >= change:
+        notes.append(f"data.weights ended with step {change}, and data.weights_after hold: change these")
     stable = _stable_checkpoint(directory, saved)
     if step > last_stable_step(saved) and stable.is_dir() and config.train.steps > saved.train.steps:
         notes.append(f"to prolong the run from before its learning rate declined, take --checkpoint {stable.name}")
