@@ -103,7 +103,9 @@ class SparsifyArguments:
 
     def __post_init__(self) -> None:
         check_at_least(self, "", selected_blocks=0, keep_dense=0, sequence_length=0, text_weight=0)
-        check_at_least(self, "", rows=1, index_steps=1, steps=1, sequences=1)
+        check_at_least(self, "", rows=1, index_steps=1, steps=1, sequences=1, seed=0)
+        if self.learning_rate <= 0:
+            raise UserError(f"--learning-rate must be positive, got {self.learning_rate}")
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"--validation-fraction must lie in (0, 1), got {self.validation_fraction}")
         try:
