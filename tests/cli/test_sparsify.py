@@ -275,6 +275,16 @@ def test_another_call_that_works_there_is_left_alone(dense, tmp_path, capsys):
         assert other.holds(work.index)
 
 
+def test_a_call_that_failed_before_its_record_can_be_repeated(dense, tmp_path, capsys):
+    words, steps = arguments(dense, tmp_path), tmp_path / "out" / "steps"
+    options = parse_arguments(sparsify.SparsifyArguments, words, prog="trifocal sparsify")
+    steps.mkdir(parents=True)
+    (steps / ".lock").touch()
+    assert sparsify._read_record(options, steps.parent)["steps"] == {}
+    (steps / "mine").touch()
+    assert "exists already; give a new folder" in refused(capsys, "sparsify", *words)
+
+
 def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     bare, narrow = shutil.copytree(dense, tmp_path / "bare"), tmp_path / "narrow"
     (bare / "tokenizer.json").unlink()

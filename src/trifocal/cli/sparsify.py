@@ -44,7 +44,7 @@ from trifocal.train.checkpoint.pretrained import find_gguf, open_pretrained
 from trifocal.train.config.check import choose_device
 from trifocal.train.config.load import load_config
 from trifocal.train.config.toml import to_literal
-from trifocal.train.run_folder import RunLock, remove_folder
+from trifocal.train.run_folder import LOCK_FILE, RunLock, remove_folder
 
 RECORD = "sparsify.json"
 _STEPS = "steps"
@@ -445,7 +445,9 @@ def _read_record(options: SparsifyArguments, output: Path) -> dict[str, Any]:
                 "give a new folder"
             )
         return {"options": given, "steps": record["steps"]}
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    # The disk may have been full before there was a record.
+    own = {output / _STEPS, output / _STEPS / LOCK_FILE}
+    if output.exists() and (not output.is_dir() or any(path not in own for path in output.rglob("*"))):
         raise UserError(f"{output} exists already; give a new folder")
     return {"options": given, "steps": {}}
 
