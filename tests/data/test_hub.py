@@ -97,6 +97,11 @@ def test_a_run_keeps_its_split_for_validation(repository):
         state = loader.state_dict()
     with open_loader(source) as loader, pytest.raises(UserError, match=r"validation_split held -> none;"):
         loader.load_state_dict(state)
+    with open_loader(source) as loader:
+        state = loader.state_dict()
+    (repository / "README.md").write_text(CARD.replace("split: held", "split: validation"))
+    with open_loader(source) as loader, pytest.raises(UserError, match=r"the files \(names and sizes\) \w+ -> \w+;"):
+        loader.load_state_dict(state)
 
 
 def test_unknown_names(repository, tmp_path):

@@ -64,8 +64,10 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     held_out = split == "validation" if validation else None
     wanted = validation if held_out else config.split
     files, commit = _locate(splits[wanted], repository)
-    local = {key: path for key, path in files.items() if isinstance(path, Path)}
-    # A revision fixes the content of its files; for those of a folder, which may move, the sizes stand in.
+    # A revision fixes the content of its files; for those of a folder, which may move, the sizes stand in. Those of the
+    # split for validation count too: without one, some of the documents to train on are held out.
+    both = _locate(splits[validation] if validation else [], repository)[0] | files
+    local = {key: path for key, path in both.items() if isinstance(path, Path)}
     mark = fingerprint("hub", commit and repository, commit, list(files), sizes(local), field)
     source_name = asked + (f"@{commit}" if commit else "")
     if others := [key for key in files if not key.endswith(".parquet")]:
