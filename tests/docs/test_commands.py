@@ -41,7 +41,7 @@ def take_train(arguments, monkeypatch):
     [config] = started
     # Its settings fit one another; what this machine has is another matter.
     for of_machine in ("_check_precision", "_check_compiler", "_check_disk", "check_sinks"):
-        monkeypatch.setattr(check, of_machine, lambda *_: None)
+        monkeypatch.setattr(check, of_machine, lambda *_, **__: None)
     monkeypatch.setattr(check, "make_tokenizer", lambda *_, **__: ByteTokenizer())
     check.preflight(config, torch.device("cpu"), config.parallel.context)
 
