@@ -4,6 +4,7 @@ Colours are names (`@run0`, `@cmp`, …); the page replaces them by the colours 
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,10 @@ _NAMED_SHARE = 0.18
 """A phase with at least this share of the time has its name in the bar."""
 _MAX_DOTS = 60
 _LONG_CURVE = 300
+_FINGERPRINT = re.compile(r"\(fingerprint (\w+)\)")
+# Settings of the data that held-out rows do not follow from.
+_OF_TRAINING = {"weights", "weights_after", "change_step", "seed", "streams", "prefetch_batches"}
+_OF_TRAINING |= {"shuffle_documents", "shuffle_sequences"}
 MAX_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
 
@@ -116,9 +121,11 @@ def _above_first(runs: list[Run]) -> Chart:
 
 
 def _validation_rows(run: Run) -> list[Any]:
-    """What the rows of the validation loss follow from."""
-    train, evaluate = run.config.get("train", {}), run.config.get("evaluate", {})
-    return [run.config.get("data"), train.get("sequence_length"), evaluate.get("sequences")]
+    """What the rows of the validation loss follow from; a note has the fingerprints of the files."""
+    model, train, evaluate = (run.config.get(name, {}) for name in ("model", "train", "evaluate"))
+    data = {key: value for key, value in run.config.get("data", {}).items() if key not in _OF_TRAINING}
+    files = {found for event in run.of_kind("event") for found in _FINGERPRINT.findall(str(event.get("message")))}
+    return [data, files, model.get("vocab_size"), train.get("sequence_length"), evaluate.get("sequences")]
 
 
 def _gradient_norm(runs: list[Run]) -> Chart:
