@@ -28,10 +28,11 @@ def test_damaged_lines_are_left_out_and_counted(make_run):
     run = make_run(steps=200)
     whole = len(read_run(run).rows)
     with (run / "metrics.jsonl").open("a") as file:
-        for line in ('{"kind": "train", "step": 201}', "[]", DEEP, "nonsense"):
+        no_time, no_step = '{"kind": "train", "step": 201}', '{"kind": "mine", "step": null, "unix_time_seconds": 1.0}'
+        for line in (no_time, no_step, "[]", DEEP, "nonsense"):
             file.write(line + "\n")
     assert len(read_run(run).rows) == whole == len(read_metrics(run / "metrics.jsonl"))
-    sentence = "4 damaged entries of metrics.jsonl left out"
+    sentence = "5 damaged entries of metrics.jsonl left out"
     assert sentence in write_report(run).read_text() and sentence in shown(run)
 
 

@@ -16,6 +16,8 @@ from trifocal.paths import parse_json
 Row = dict[str, Any]
 
 LONGEST_LINE = 2**20
+# Fields that are finite numbers, where a file has them.
+_NUMBERS = {"step", "unix_time_seconds"}
 
 logger = logging.getLogger("trifocal")
 
@@ -96,7 +98,7 @@ def read_lines(
     kept: Callable[[Row], bool] = lambda row: True,
 ) -> Rows:
     """The rows of a JSON-lines file that may still be growing, that are `kept`; with `last_bytes`, only from about this
-    much of its end. A torn last line is left out; any other that is no row, or lacks a field, is counted.
+    much of its end. A torn last line is left out; any other that is no row, or lacks a field or its number, is counted.
     """
     path, rows = Path(path), Rows()
     try:
@@ -111,7 +113,11 @@ def read_lines(
                 if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
                     break
                 row = parse_row(line)
-                if row is None or not fields <= row.keys():
+                if (
+                    row is None
+                    or not fields <= row.keys()
+                    or not all(is_number(row[name]) for name in fields & _NUMBERS)
+                ):
                     rows.skipped += 1
                 elif kept(row):
                     rows.append(row)
