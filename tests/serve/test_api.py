@@ -217,6 +217,7 @@ def test_bad_requests(served, body, status, message):
         ({"temperature": "hot"}, "temperature", "temperature must be a finite number, got 'hot'"),
         ({"seed": -(2**63), "temperature": -1}, "temperature", "temperature must be at least 0, got -1.0"),
         ({"max_tokens": 96}, None, "the prompt takes 1 of the 96 tokens that fit, and 96 new ones"),
+        ({"prompt": "x" * 2000}, None, "the prompt has 2,000 characters, more than the 96 tokens that fit can have"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
         ({"n": 5}, "n", "n must be from 1 to 4, got 5"),
         ({"stop": [""]}, "stop", "stop must be a text or a list of at most 32"),
@@ -262,6 +263,10 @@ def test_chats_of_known_clients_are_taken(tmp_path, more):
     for name, value in (("tools", [{"type": "function"}]), ("response_format", {"type": "json_object"})):
         with pytest.raises(ApiError, match=f"the parameter {name} is not supported"):
             service.read({"model": "tiny", "messages": messages, name: value} | more, chat=True)
+    # More characters than tokens of the longest name, <|endoftext|>, could have: it is not tokenized.
+    long = [*messages, {"role": "user", "content": "x" * (MAX_LENGTH * len("<|endoftext|>") - 1)}]
+    with pytest.raises(ApiError, match="characters, more than the 96 tokens"):
+        service.read({"messages": long}, chat=True)
 
 
 def test_what_asks_for_nothing_is_taken(served):

@@ -60,6 +60,7 @@ class ByteTokenizer:
     vocab_size = 257
     separator = 256
     separator_token = ""
+    longest = len(_SEPARATORS[0])
     fingerprint = "bytes"
 
     def __init__(self, generation: Mapping[str, Any] | None = None) -> None:
@@ -126,6 +127,7 @@ class HuggingFaceTokenizer:
     Attributes:
         name: For messages.
         vocab_size: Tokens.
+        longest: Characters of the longest token.
         separator: The token that ends a document. No text of the training data contains it.
         separator_token: Its name; empty for bytes.
         fingerprint: Equal for tokenizers that make the same tokens.
@@ -153,6 +155,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if not 0 < self.vocab_size <= _MAX_TOKENS:
             raise UserError(f"tokenizer {name} has {self.vocab_size:,} tokens, expected 1 to {_MAX_TOKENS:,}")
+        self.longest = max(map(len, vocabulary))
         named = _text_of_token(self._config.get("eos_token"))
         candidates = [separator] if separator else [token for token in (named, *_SEPARATORS) if token in vocabulary]
         if not candidates or candidates[0] not in vocabulary:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data import Tokenizer
-from trifocal.data.sources.chats import BadChat, read_messages
+from trifocal.data.sources.chats import BadChat, Chat, read_messages
 from trifocal.errors import UserError, nearest, one_line
 from trifocal.fields import checked
 from trifocal.inference import Request, Sampling
@@ -218,7 +218,14 @@ class Service:
                 400, f"the chat template refuses the messages: {one_line(error.__cause__)}", param="messages"
             ) from error
 
-    def _encode(self, prompt: Any) -> NDArray[np.int32]:
+    def _encode(self, prompt: str | Chat) -> NDArray[np.int32]:
+        texts = [prompt] if isinstance(prompt, str) else [message.get("content") or "" for message in prompt]
+        # Tokenizing takes a hundred bytes a character, and seconds: several such prompts would end the server.
+        if (characters := sum(map(len, texts))) > self.max_length * self.tokenizer.longest:
+            most = f"more than the {self.max_length:,} tokens that fit can have"
+            raise ApiError(
+                400, f"the prompt has {characters:,} characters, {most}", code="context_length_exceeded"
+            )  # fmt: skip
         try:
             return self.tokenizer.encode_prompt(prompt)
         except UserError as error:
