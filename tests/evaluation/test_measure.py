@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -167,6 +168,12 @@ def test_weights_and_their_run_are_measured_on_the_same_sequences(tmp_path):
         name = rows_name(read_validation(data, tokenizer=TOKENIZER, **sizes))
         line = f"loss: {sequences} sequences of {length} tokens of {data.source}, 0.3 of it held out, rows {name}"
         assert said.count(line) >= 2
+    list(
+        evaluate_model(
+            measured, Plan(tasks=("loss",), sequence_length=64, sequences=400), lambda *text: said.append(text[0])
+        )
+    )
+    assert re.search(r"0.3 of it held out, read \d+ times, rows", said[-1])
 
 
 @torch.no_grad()

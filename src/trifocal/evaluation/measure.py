@@ -199,6 +199,8 @@ def _loss_rows(subject: Subject, plan: Plan, say: ReportProgress, left: TimeLeft
     batches = _batches(subject, plan, at_once=at_once)
     if subject.data.has_text and not subject.data.validation_split:
         held_out = f", {subject.data.validation_fraction:.3g} of it held out"
+    if passes := batches[-1].epochs[0]:
+        held_out += f", read {passes + 1:,} times"
     number = _sequences(subject, plan)
     name = rows_name(batches)
     text = f"loss: {number} sequences of {plan.sequence_length:,} tokens of {subject.data.name}{held_out}, rows {name}"
