@@ -155,7 +155,7 @@ def test_other_files_refuse_the_state(tmp_path):
         state = loader.state_dict()
     path.write_text("other text " * 51)
     with open_loader(f"text:{path}", validation_fraction=0.0) as loader:
-        with pytest.raises(UserError, match=r"to text:.*a\.txt: the files \(names and sizes\) \w+ -> \w+; resume"):
+        with pytest.raises(UserError, match=r"to text:.*a\.txt: the files \(names and sizes\) \w+ -> \w+; bring back"):
             loader.load_state_dict(state)
         with pytest.raises(UserError, match=r"version 2, expected 5: continue with the version"):
             loader.load_state_dict(state | {"version": 2})

@@ -119,9 +119,11 @@ class SourceReader:
         if differ:
             shown = {key: ["none" if value == "" else value for value in pair] for key, pair in differ.items()}
             values = ", ".join(f"{key} {before} -> {now}" for key, (before, now) in shown.items())
+            advice = "resume with the saved values"
+            if _FILES in differ:
+                advice = "bring back the saved files, or begin a new run with --model.from and the folder of this one"
             raise UserError(
-                f"the data position belongs to {state['source']}, this run reads {self.name}: {values}; resume with "
-                "the saved values"
+                f"the data position belongs to {state['source']}, this run reads {self.name}: {values}; {advice}"
             )
         if missing := [i for i in self.streams if str(i) not in state["streams"]]:
             raise ValueError(f"the state lacks streams {missing}; it must come from merge_states of all processes")
