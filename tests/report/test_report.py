@@ -154,16 +154,14 @@ def test_losses_stand_beside_the_first_run_where_their_rows_are_the_same(make_ru
     assert "above_first" not in {chart.key for chart in training_charts(runs[:1])}
 
 
-def test_orders_and_shares_of_the_training_text_leave_the_held_out_rows_and_other_files_do_not(make_run):
-    folders = [make_run(name, steps=300) for name in ("first", "other order", "other files")]
-    for folder, data, files in zip(folders, ("", "seed = 8\nweights = [1, 2]\n", ""), "aab", strict=True):
-        config = folder / "config.toml"
-        config.write_text(config.read_text().replace("[data]\n", f"[data]\n{data}"))
-        with MetricsWriter(folder / "metrics.jsonl") as metrics:
-            metrics.event(0, "note", f"reads text:books (fingerprint {files}): 3 files")
+def test_orders_and_shares_of_the_training_text_leave_the_held_out_rows(make_run):
+    folders = [make_run(name, steps=300) for name in ("first", "other order")]
+    config = folders[1] / "config.toml"
+    config.write_text(config.read_text().replace("[data]\n", "[data]\nseed = 8\nweights = [1, 2]\n"))
     charts = training_charts([read_run(folder) for folder in folders])
-    [chart] = [chart for chart in charts if chart.key == "above_first"]
-    assert [trace["name"] for trace in chart.traces] == ["other order"]
+    assert [trace["name"] for chart in charts if chart.key == "above_first" for trace in chart.traces] == [
+        "other order"
+    ]
 
 
 def test_types_of_layers_that_repeat_are_shown_once(make_run):

@@ -4,7 +4,6 @@ Colours are names (`@run0`, `@cmp`, …); the page replaces them by the colours 
 """
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,6 @@ _NAMED_SHARE = 0.18
 """A phase with at least this share of the time has its name in the bar."""
 _MAX_DOTS = 60
 _LONG_CURVE = 300
-_FINGERPRINT = re.compile(r"\(fingerprint (\w+)\)")
 # Settings of the data that held-out rows do not follow from.
 _OF_TRAINING = {"weights", "weights_after", "change_step", "seed", "streams", "prefetch_batches"}
 _OF_TRAINING |= {"shuffle_documents", "shuffle_sequences"}
@@ -106,7 +104,7 @@ def _loss(runs: list[Run]) -> Chart:
 
 
 def _above_first(runs: list[Run]) -> Chart:
-    """The validation loss of each run above that of the first at the same step, where both measured the same rows."""
+    """The validation loss of each run above that of the first at the same step, if their data are the same."""
     first, *others = runs
     base = dict(zip(*first.series("evaluation", "validation_loss"), strict=True))
     traces = []
@@ -115,17 +113,16 @@ def _above_first(runs: list[Run]) -> Chart:
         above = {step: loss - base[step] for step, loss in points if step in base}
         if above and _validation_rows(run) == _validation_rows(first):
             traces.append(line([*above], [*above.values()], run.name, f"@run{index}"))
-    caption = f"Of the same rows, at the same step; below 0 is better than {first.name}."
+    caption = f"At the same step, of runs with the same held-out data; below 0 is better than {first.name}."
     layout = _axes("nats per token") | {"showlegend": True}
     return Chart("above_first", f"Validation loss above that of {first.name}", caption, traces, layout, wide=True)
 
 
 def _validation_rows(run: Run) -> list[Any]:
-    """What the rows of the validation loss follow from; a note has the fingerprints of the files."""
+    """The settings that the rows of the validation loss follow from."""
     model, train, evaluate = (run.config.get(name, {}) for name in ("model", "train", "evaluate"))
     data = {key: value for key, value in run.config.get("data", {}).items() if key not in _OF_TRAINING}
-    files = {found for event in run.of_kind("event") for found in _FINGERPRINT.findall(str(event.get("message")))}
-    return [data, files, model.get("vocab_size"), train.get("sequence_length"), evaluate.get("sequences")]
+    return [data, model.get("vocab_size"), train.get("sequence_length"), evaluate.get("sequences")]
 
 
 def _gradient_norm(runs: list[Run]) -> Chart:
