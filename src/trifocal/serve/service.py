@@ -223,9 +223,8 @@ class Service:
         # Tokenizing takes a hundred bytes a character, and seconds: several such prompts would end the server.
         if (characters := sum(map(len, texts))) > self.max_length * self.tokenizer.longest:
             most = f"more than the {self.max_length:,} tokens that fit can have"
-            raise ApiError(
-                400, f"the prompt has {characters:,} characters, {most}", code="context_length_exceeded"
-            )  # fmt: skip
+            message = f"the prompt has {characters:,} characters, {most}"
+            raise ApiError(400, message, code="context_length_exceeded")
         try:
             return self.tokenizer.encode_prompt(prompt)
         except UserError as error:
