@@ -57,8 +57,8 @@ def is_plain(linear: nn.Module) -> bool:
     weight of a class of its own, as torchao's quantized ones are.
     """
     hooks = (linear._forward_pre_hooks, linear._forward_hooks, linear._backward_pre_hooks, linear._backward_hooks)
-    own = type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor)
-    return own and "forward" not in linear.__dict__ and not any(hooks)
+    ordinary = type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, Tensor)
+    return ordinary and "forward" not in linear.__dict__ and not any(hooks)
 
 
 def whole(parameter: Tensor) -> Tensor:
