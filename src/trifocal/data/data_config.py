@@ -18,7 +18,8 @@ SYNTHETIC = ("synthetic", "recall", "needle")
 
 SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "hf", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
-_COMMIT = re.compile("[0-9a-f]{40}")
+COMMIT = "[0-9a-f]{40}"
+"""Pattern of a commit of the hub."""
 _WITH_FIELD = ("jsonl", "parquet", "hf", "fineweb-edu")
 
 
@@ -246,6 +247,6 @@ class DataConfig:
         """The revisions of these sources or others: a commit, as a run saves it, is only of its own data set."""
         known = {part.parsed[:2]: str(part.revision) for part in self.parts}
         first = str(self.parts[0].revision)
-        default = str(DataConfig.revision) if _COMMIT.fullmatch(first) else first
+        default = str(DataConfig.revision) if re.fullmatch(COMMIT, first) else first
         found = tuple(known.get(parse_source(source)[:2], default) for source in sources)
         return found[0] if len(set(found)) == 1 else found

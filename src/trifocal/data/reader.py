@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trifocal.data.data_config import DataConfig
+from trifocal.data.data_config import COMMIT, DataConfig
 from trifocal.data.packing import PackedStream, ShuffledStream
 from trifocal.data.prefetch import Activity
 from trifocal.data.sources.base import BadDocuments, Source
@@ -23,7 +23,7 @@ from trifocal.errors import UserError
 RowStream = ShuffledStream | SyntheticStream
 """Endless rows with an exact position."""
 _FILES = "the files (names and sizes)"
-_COMMIT = re.compile("@[0-9a-f]{40}$")
+_COMMIT = re.compile(f"@{COMMIT}$")
 
 
 class SourceReader:

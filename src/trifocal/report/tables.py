@@ -11,6 +11,7 @@ from typing import Any
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.stalls.verdict import judge
+from trifocal.train.config.load import repeating
 
 _MAX_EVENTS = 200
 
@@ -126,12 +127,8 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             result |= flat(value, f"{prefix}{name}.")
         else:
-            result[prefix + name] = json.dumps(value, default=str)
-            if name == "layer_types" and isinstance(value, list):
-                lengths = range(1, len(value) // 2 + 1)
-                pattern = next((value[:n] for n in lengths if value == value[:n] * (len(value) // n)), None)
-                if pattern:
-                    result[prefix + name] = f"{json.dumps(pattern)}, repeated"
+            shown = [*repeating(tuple(value))] if name == "layer_types" and isinstance(value, list) else value
+            result[prefix + name] = json.dumps(shown, default=str) + (", repeated" if shown != value else "")
     return result
 
 

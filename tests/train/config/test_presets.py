@@ -91,7 +91,7 @@ def test_an_unknown_preset_is_refused_with_the_nearest(capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_attention_is_one_key_away(name, monkeypatch):
-    monkeypatch.setattr(check, "disk_bytes", lambda config: 0)
+    monkeypatch.setattr(check, "state_bytes", lambda config: (0, 0))
     preset = load_config(name)
     production = name.startswith(("m7c", "wide", "base"))
     assert preset.model.has_index == (production or name in ("demo", "python"))

@@ -248,7 +248,7 @@ def _check_disk(config: RunConfig, *, begins: bool) -> None:
     found = [] if begins else list_checkpoints(folder / "checkpoints")
     there = sum(file.stat().st_size for path in found for file in path.rglob("*") if file.is_file())
     one = state_bytes(config)[0]
-    needed = max(disk_bytes(config) - there, one)
+    needed = max(_checkpoints_at_once(config) * one - there, one)
     free = shutil.disk_usage(existing).free
     if needed > free:
         saving = config.checkpoint
@@ -261,6 +261,10 @@ def _check_disk(config: RunConfig, *, begins: bool) -> None:
 
 def disk_bytes(config: RunConfig) -> int:
     """The most disk space that checkpoints of a run take at once, including one that is being written."""
+    return _checkpoints_at_once(config) * state_bytes(config)[0]
+
+
+def _checkpoints_at_once(config: RunConfig) -> int:
     steps, saving = config.train.steps, config.checkpoint
     saves = steps // saving.interval_steps + 1 if saving.interval_steps else 1
     kept = min(saving.keep_last, saves) + 1
@@ -268,7 +272,7 @@ def disk_bytes(config: RunConfig) -> int:
         kept += 1
     if saving.keep_every_steps:
         kept += steps // saving.keep_every_steps
-    return kept * state_bytes(config)[0]
+    return kept
 
 
 def state_bytes(config: RunConfig) -> tuple[int, int]:
