@@ -19,7 +19,7 @@ COLOURS = {
     "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED,
     "learned": "#2980b9", "exact": "#1b1b1b", "learned-exact": "#5d6d7e",
     "index": "#6c3483", "index-mean": "#d35400", "index-s256": "#a569bd",
-    "index-l1": "#d2b4de", "selected-index": "#117a65", "mix": "#e74c3c", "mix-dense": "#7f8c8d",
+    "index-l1": "#d2b4de", "selected-index": "#117a65", "mix": "#e74c3c", "mix-dense": "#e59866",
     "shared": "#8e44ad", "shared-random": "#e67e22",
 }  # fmt: skip
 PARTS = ("production", "production_8192", "production_32768", "seeds", "long", "recall", "needle")
@@ -181,27 +181,19 @@ def _draw_above_dense(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def draw_time(results: Path = RESULTS) -> Figure:
-    """Validation loss in rows of 8,192 over the minutes of a GPU: losses of the result with the most variants, tokens/s
-    of the newest benchmark of the mix.
-    """
-    found = [json.loads(path.read_text()) for path in sorted(results.glob("quality_production_8192_*.json"))]
-    result = max(found, key=lambda result: len(_variants(result["rows"])))
-    rows = [row for row in result["rows"] if row["variant"] in COLOURS]
-    speeds = json.loads(max(results.glob("training_mix_h200_*.json")).read_text())
-    rates = {row["attention"]: row["tokens_per_second"] for row in speeds["rows"] if row["size"] == "4x8192"}
-    # `tokens` are those up to the last step that all have reached.
-    common = min(row["curve"][-1][0] for row in rows)
+    """Validation loss of the longest training in rows of 8,192 over the minutes of a GPU, at its tokens/s on one."""
+    result = json.loads(max(results.glob("longer_h200_*.json")).read_text())
+    rows = [row for row in result["rows"] if row["row"] == 8192]
+    rates = {row["attention"]: row["tokens_per_second"] for row in rows if row["gpus"] == 1 and row["steps"] == 4000}
     figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for variant in _variants(rows):
-        for number, row in enumerate(row for row in rows if row["variant"] == variant):
-            minutes_a_step = row["tokens"] / common / rates[variant] / 60
+    for row in rows:
+        if row["steps"] == 16000:
             steps, losses = zip(*row["curve"], strict=True)
-            label = variant if number == 0 else None
-            minutes = [step * minutes_a_step for step in steps]
-            axes.plot(minutes, losses, color=COLOURS[variant], marker="o", markersize=3, label=label)
-    device = speeds["device"].removeprefix("NVIDIA ")
-    axes.set(xlabel=f"minutes of one {device}", ylabel="nats per byte", title="validation loss", ylim=(0.58, 1.1))
+            minutes = np.array(steps) * row["tokens"] / row["steps"] / rates[row["attention"]] / 60
+            axes.plot(minutes, losses, color=COLOURS[row["attention"]], label=row["attention"])
+    device = result["device"].removeprefix("NVIDIA ")
+    axes.set(xlabel=f"minutes of one {device}", ylabel="nats per byte", title="validation loss", ylim=(0.37, 0.65))
     return _finished(figure, axes)
 
 
