@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.train.step.test_step import read_batches
-from tests.train.tiny import make_config, read_checkpoint
+from tests.train.tiny import assert_same_tensors, make_config, read_checkpoint
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import read_metrics
@@ -135,8 +135,7 @@ def test_a_run_writes_the_loss_of_its_choice_and_teaches_the_same_when_resumed(t
     assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
     assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
     assert resume(run, checkpoint="step_00000004").finished
-    for key, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
-        assert torch.equal(value, whole[key]), key
+    assert_same_tensors(read_checkpoint(run / "checkpoints" / "step_00000006"), whole)
     again = read_metrics(run / "metrics.jsonl", "train")
     assert [row["choice_recall"] for row in again] == [row["choice_recall"] for row in rows]
     # The moments of everything else would be lost, or lack.

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tests.train.tiny import before_step, make_config, read_checkpoint
+from tests.train.tiny import assert_same_tensors, before_step, make_config, read_checkpoint
 from trifocal.data import Loader
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
@@ -48,10 +48,7 @@ def test_training_continues_and_what_is_written_is_the_right_step(tmp_path, monk
     for name in ("step_00000002", "step_00000004", "step_00000006"):
         mine, theirs = (tmp_path / run / "checkpoints" / name for run in ("run", "waiting"))
         verify_checkpoint(mine)
-        tensors, expected = read_checkpoint(mine), read_checkpoint(theirs)
-        assert tensors.keys() == expected.keys()
-        for key in tensors:
-            assert torch.equal(tensors[key], expected[key]), (name, key)
+        assert_same_tensors(read_checkpoint(mine), read_checkpoint(theirs))
         assert (mine / "rank0.json").read_text() == (theirs / "rank0.json").read_text()
     saved = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if row.get("name") == "checkpoint_saved"]
     assert [row["message"].split()[0] for row in saved] == ["step_00000002", "step_00000004", "step_00000006"]

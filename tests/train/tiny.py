@@ -105,6 +105,13 @@ def read_checkpoint(path):
     return tensors
 
 
+def assert_same_tensors(mine, theirs):
+    """The same names, and the same bits."""
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+
+
 class Repeater:
     """In place of `GraphRecorder`: a replay repeats the work and overwrites the first result, as a recording would."""
 

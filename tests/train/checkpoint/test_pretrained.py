@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 
 from tests.chat_data import make_chats, write_tokenizer
 from tests.train.test_launch import rows
-from tests.train.tiny import make_config, read_checkpoint, write_config
+from tests.train.tiny import assert_same_tensors, make_config, read_checkpoint, write_config
 from trifocal import load_model, load_tokenizer
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
@@ -85,8 +85,7 @@ def test_one_command_fine_tunes_and_resumes_exactly(model_folder, chats, tmp_pat
     shutil.copytree(whole, other)
     shutil.rmtree(other / "checkpoints" / "step_00000008")
     assert main(["train", "--resume", str(other), "--run.directory", str(other)]) == 0
-    mine, theirs = (read_checkpoint(run / "checkpoints" / "step_00000008") for run in (whole, other))
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert_same_tensors(*(read_checkpoint(run / "checkpoints" / "step_00000008") for run in (whole, other)))
     assert rows(other, "train") == train and rows(other, "evaluation") == evaluations
 
 
@@ -177,8 +176,7 @@ def test_the_first_step_begins_with_the_weights(source, tmp_path, part):
     assert (config.model.mlp_dim, config.model.rope_theta) == (24, 500.0)
     assert config.model == load_run(source).model and config.data.tokenizer == "bytes"
     train(config)
-    before, after = load_model(source).state_dict(), load_model(tmp_path / "run").state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_tensors(load_model(source).state_dict(), load_model(tmp_path / "run").state_dict())
     assert any(
         "begins with the weights of" in row["message"]
         for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")
@@ -250,8 +248,7 @@ def test_a_dense_folder_of_transformers_is_a_model_as_converted_to_dense(theirs,
     assert main(["convert", str(theirs), str(tmp_path / "ours"), "--to", "dense"]) == 0
     expected, found = (load_model(folder) for folder in (tmp_path / "ours", theirs))
     assert found.config == expected.config and found.embedding.weight.dtype == torch.bfloat16
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(tensor, found.state_dict()[name]), name
+    assert_same_tensors(expected.state_dict(), found.state_dict())
     assert load_tokenizer(theirs).fingerprint == load_tokenizer(tmp_path / "ours").fingerprint
     # So small a learning rate leaves the weights as they are.
     flags = {"optimizer.learning_rate": 1e-30, "train.steps": 1, "data.validation_fraction": 0.3}
@@ -259,8 +256,7 @@ def test_a_dense_folder_of_transformers_is_a_model_as_converted_to_dense(theirs,
     config = load_config(None, {**SETTINGS, **flags, "model.from": str(theirs), "data.source": config.data.source,
                                 "run.directory": str(tmp_path / "run")})  # fmt: skip
     train(config)
-    trained = load_model(tmp_path / "run").state_dict()
-    assert all(torch.equal(tensor.float(), trained[name]) for name, tensor in found.state_dict().items())
+    assert_same_tensors(found.float().state_dict(), load_model(tmp_path / "run").state_dict())
     rows_of = []
     sizes = ("--only", "loss", "--sequence-length", "64", "--sequences", "6", "--validation-fraction", "0.3")
     for folder in (theirs, tmp_path / "ours", tmp_path / "run" / "weights", tmp_path / "run"):
@@ -312,8 +308,7 @@ def test_a_run_that_follows_a_frozen_model_resumes_exactly(source, tmp_path):
     whole, before = read_checkpoint(run / "checkpoints" / "step_00000006"), rows(run, "train")
     assert before[-1]["divergence"] < 0.9 * before[0]["divergence"]
     assert resume(run, checkpoint="step_00000004").finished
-    for name, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
-        assert torch.equal(value, whole[name]), name
+    assert_same_tensors(read_checkpoint(run / "checkpoints" / "step_00000006"), whole)
     assert rows(run, "train") == before
     train(make_config(plain, "--train.steps", "1", "--schedule.warmup_steps", "0"))
     assert rows(plain / "run", "train")[0]["loss"] == before[0]["loss"]
