@@ -20,15 +20,15 @@ from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.runlog.heartbeat import Heartbeat
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.verdict import judge
+from trifocal.runlog.stalls.verdict import verdicts
 
 OFTEN = ("--log.heartbeat_seconds", "0.2")
 
 
-def verdicts(run):
-    """The verdict on each rank by its files, now."""
+def judged(run):
+    """The verdict on each rank by its files; none before there are any."""
     try:
-        return {rank: judge(rows[-1]) for rank, rows in read_run(run, live=True).heartbeats.items()}
+        return verdicts(read_run(run, live=True))
     except UserError:
         return {}
 
@@ -36,8 +36,8 @@ def verdicts(run):
 def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(case):
     workers = case.start("endless_hook", *OFTEN)
     workers.wait_for(case.fault_file)
-    wait_for(lambda: {rank: found.state for rank, found in verdicts(case.run).items()} == {0: "stalled", 1: "stalled"})
-    reason = verdicts(case.run)[1].reason
+    wait_for(lambda: {rank: found.state for rank, found in judged(case.run).items()} == {0: "stalled", 1: "stalled"})
+    reason = judged(case.run)[1].reason
     assert "in backward" in reason and "endless (faults.py" in reason
     wait_for(lambda: any(case.run.glob("dumps/stalled_*/summary.md")))
     (summary,) = case.run.glob("dumps/stalled_*/summary.md")

@@ -17,7 +17,7 @@ from trifocal.errors import UserError
 from trifocal.report.tables import key_figures
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
-from trifocal.runlog.stalls.verdict import judge
+from trifocal.runlog.stalls.verdict import verdicts
 from trifocal.train import load_config, resume, train
 from trifocal.train.checkpoint.manifest import describe_file, verify_checkpoint, write_manifest
 from trifocal.train.config.load import override
@@ -43,7 +43,7 @@ def fail(step, _):
 
 def state(run):
     """The verdict on the run's process."""
-    return judge(read_run(run).heartbeats[0][-1]).state
+    return verdicts(read_run(run))[0].state
 
 
 def assert_same_run(run, other):

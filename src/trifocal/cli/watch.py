@@ -13,8 +13,9 @@ from trifocal.cli.flags import parse_arguments
 from trifocal.cli.output import unwinding_signals
 from trifocal.fields import check_at_least
 from trifocal.paths import user_path
-from trifocal.report.live_view import OVER, render, verdicts
+from trifocal.report.live_view import OVER, render
 from trifocal.runlog.run import read_run
+from trifocal.runlog.stalls.verdict import verdicts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from rich.text import Text
 from trifocal.runlog.jsonl import Row, is_number
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
-from trifocal.runlog.stalls.verdict import Verdict, judge
+from trifocal.runlog.stalls.verdict import Verdict, verdicts
 from trifocal.telemetry.statistics import BRANCHES
 
 _COLOURS = {"good": "green", "watch": "yellow", "bad": "bold red"}
@@ -18,11 +18,6 @@ OVER = {"finished", "stopped", "failed", "dead"}
 """States of a rank that takes no more steps."""
 _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
-
-
-def verdicts(run: Run) -> dict[int, Verdict]:
-    """The verdict on every rank that has written a heartbeat."""
-    return {rank: judge(rows[-1]) for rank, rows in run.heartbeats.items()}
 
 
 def remaining_seconds(run: Run) -> float | None:

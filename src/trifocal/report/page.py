@@ -15,7 +15,7 @@ from trifocal.report.picture import json_in_page, picture_card, pictures_of
 from trifocal.report.summary import Finding, summarise
 from trifocal.report.tables import comparison, events_table, key_figures, of_run, ranks_table, settings
 from trifocal.runlog.run import Run
-from trifocal.runlog.stalls.verdict import State, judge
+from trifocal.runlog.stalls.verdict import State, verdicts
 
 _MARKS = {"good": "good", "watch": "worth a look", "bad": "needs action", "unknown": "cannot tell"}
 
@@ -100,9 +100,9 @@ def _header(title: str, runs: list[Run]) -> str:
 
 def _state(runs: list[Run]) -> str:
     """The worst state of a single run's processes; empty for several runs."""
-    verdicts = [judge(rows[-1]) for run in runs for rows in run.heartbeats.values()]
-    worst = min(verdicts, key=lambda verdict: get_args(State).index(verdict.state), default=None)
-    return f' <span class="mark {worst.mark}">{worst.state}</span>' if worst and len(runs) == 1 else ""
+    found = verdicts(runs[0]).values() if len(runs) == 1 else ()
+    worst = min(found, key=lambda verdict: get_args(State).index(verdict.state), default=None)
+    return f' <span class="mark {worst.mark}">{worst.state}</span>' if worst else ""
 
 
 def _model(run: Run) -> list[str]:

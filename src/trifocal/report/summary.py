@@ -16,7 +16,7 @@ from trifocal.paths import shell_path
 from trifocal.report.attention_charts import BRANCHES
 from trifocal.runlog.jsonl import is_number
 from trifocal.runlog.run import Run
-from trifocal.runlog.stalls.verdict import judge
+from trifocal.runlog.stalls.verdict import verdicts
 from trifocal.train.checkpoint.folders import list_checkpoints
 from trifocal.train.config.sections import ParallelSection
 
@@ -119,7 +119,8 @@ def _healthy(run: Run) -> Finding:
     worries: list[tuple[Mark, str]] = []
     changes: list[str] = []
     folder = shell_path(run.directory)
-    states = {judge(rows[-1]).state for rows in run.heartbeats.values()}
+    found = verdicts(run)
+    states = {verdict.state for verdict in found.values()}
     dumps = sorted(run.directory.glob("dumps/*/summary.md"), key=lambda path: path.stat().st_mtime)
     if dumps and states & {"failed", "dead", "stalled"}:
         changes.append(f"Read {dumps[-1]}: it says where each rank was.")
@@ -133,8 +134,7 @@ def _healthy(run: Run) -> Finding:
     if "stopped" in states:
         worries.append(("watch", f"it was stopped at step {run.last_step:,}"))
         changes.append(f"trifocal train --resume {folder} continues to its last step.")
-    for rank, rows in run.heartbeats.items():
-        verdict = judge(rows[-1])
+    for rank, verdict in found.items():
         if verdict.mark == "bad":
             state = "has failed" if verdict.state == "failed" else f"is {verdict.state}:"
             worries.append(("bad", f"rank {rank} {state} {verdict.reason}"))

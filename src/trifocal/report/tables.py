@@ -10,7 +10,7 @@ from typing import Any
 
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
-from trifocal.runlog.stalls.verdict import judge
+from trifocal.runlog.stalls.verdict import verdicts
 from trifocal.train.config.load import repeating
 
 _MAX_EVENTS = 200
@@ -96,10 +96,9 @@ def ranks_table(runs: list[Run]) -> str:
     """The state of every process."""
     rows = []
     for run in runs:
-        for rank, beats in run.heartbeats.items():
-            verdict = judge(beats[-1])
+        for rank, verdict in verdicts(run).items():
             names = [run.name] * (len(runs) > 1)
-            rows.append([*names, str(rank), verdict.state, str(beats[-1]["host"]), verdict.reason])
+            rows.append([*names, str(rank), verdict.state, str(run.heartbeats[rank][-1]["host"]), verdict.reason])
     if not rows:
         return '<p class="card soft">No heartbeat was written.</p>'
     head = [*["run"] * (len(runs) > 1), "rank", "state", "host", "why"]

@@ -13,6 +13,7 @@ from typing import Literal
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.proc import process_start, process_state
 from trifocal.runlog.progress import duration
+from trifocal.runlog.run import Run
 
 State = Literal["failed", "dead", "stalled", "slow", "stopped", "running", "finished"]
 """The worst first."""
@@ -40,6 +41,11 @@ class Verdict:
         if self.state in ("failed", "dead", "stalled"):
             return "bad"
         return "watch" if self.state in ("slow", "stopped") else "good"
+
+
+def verdicts(run: Run) -> dict[int, Verdict]:
+    """The verdict on every rank that has written a heartbeat."""
+    return {rank: judge(rows[-1]) for rank, rows in run.heartbeats.items()}
 
 
 def judge(row: Row, now: float | None = None) -> Verdict:
