@@ -46,6 +46,12 @@ def draw_tokens(*shape):
     return torch.randint(31, shape, generator=torch.Generator().manual_seed(0))
 
 
+@torch.no_grad()
+def one_pass(model, tokens):
+    """Logits of all positions, without a cache."""
+    return model(tokens[None])[0]
+
+
 def in_pieces(model, sequence, tokens, sizes):
     """Logits of all positions: the first piece and long ones by prefill, the others by decoding."""
     found = []
@@ -61,8 +67,7 @@ def in_pieces(model, sequence, tokens, sizes):
 def test_chunks_and_several_new_tokens_equal_one_pass(make_model, geometry):
     for options in (*OPTIONS[:3], *OPTIONS[4:]):
         model, tokens = make_model(geometry=geometry, **options), draw_tokens(60)
-        with torch.no_grad():
-            expected = model(tokens[None])[0]
+        expected = one_pass(model, tokens)
         for chunk, sizes in ((13, [52, 8]), (11, [2, 30, 1, 1, 26]), (60, [1, *[8] * 7, 3])):
             decoder = cached(model, prefill_chunk_size=chunk)
             given = in_pieces(decoder, decoder.admit(), tokens, sizes)
@@ -74,8 +79,7 @@ def test_padding_of_recorded_chunks_reaches_nobody(make_model, options, monkeypa
     """Prompts of every length, chunks and their padding of several; neighbours in the caches keep their bits."""
     monkeypatch.setattr(cached_model, "_MIN_RECORDED_TOKENS", 4)
     model, tokens = make_model(**options), draw_tokens(77)
-    with torch.no_grad():
-        expected = model(tokens[None])[0]
+    expected = one_pass(model, tokens)
     decoder = cached(model, 2, 77, prefill_chunk_size=32, record_chunks=True)
     kinds = set()
     healthy = Chunk.__init__
@@ -146,8 +150,7 @@ def test_a_recorded_chunk_is_that_of_any_sequence(make_model, options, monkeypat
     decoder = cached(model, 4, 45, prefill_chunk_size=16, record_chunks=True)
     for number, length in enumerate((45, 29, 38, 45, 30, 7)):
         tokens = draw_tokens(6, 45)[number]
-        with torch.no_grad():
-            expected = model(tokens[None])[0]
+        expected = one_pass(model, tokens)
         sequence = decoder.admit()
         given = decoder.prefill(sequence, tokens[: length - 1])
         torch.testing.assert_close(given, expected[length - 2], rtol=0, atol=1e-11)
@@ -186,11 +189,9 @@ def test_every_chunk_is_recorded_before_prompts_come(make_model, monkeypatch):
 def test_later_changes_of_the_model_are_not_seen(make_model, options):
     """Also where weights have the type of the products already, and a conversion would copy nothing."""
     model, tokens = make_model(**options), draw_tokens(20)
-    with torch.no_grad():
-        expected = model(tokens[None])[0]
-        decoder = cached(model)
-        for parameter in model.parameters():
-            parameter.fill_(torch.nan)
+    expected, decoder = one_pass(model, tokens), cached(model)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
     given = in_pieces(decoder, decoder.admit(), tokens, [12, 1, 7])
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
 
@@ -253,8 +254,7 @@ def test_ragged_batches_and_forks_equal_one_pass(make_model, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_failure_leaves_every_sequence_as_it_was(make_model, options, monkeypatch):
     model, tokens = make_model(**options), draw_tokens(40)
-    with torch.no_grad():
-        expected = model(tokens[None])[0]
+    expected = one_pass(model, tokens)
     decoder = cached(model, prefill_chunk_size=30)
     sequence = decoder.admit()
     decoder.prefill(sequence, tokens[:9])
@@ -390,8 +390,7 @@ def test_a_model_of_windows_needs_no_pages(make_model):
     assert plan == (5, 5)
     decoder, tokens = cached(model, 5, prefill_chunk_size=16), draw_tokens(60)
     assert bytes_of(decoder.cache) == 5 * row
-    with torch.no_grad():
-        expected = model(tokens[None])[0]
+    expected = one_pass(model, tokens)
     given = in_pieces(decoder, decoder.admit(), tokens, [37, 8, 1, 14])
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
 
@@ -435,8 +434,7 @@ def test_layers_that_compute_more_than_their_weights_are_refused(make_model):
     torch.nn.utils.parametrize.register_parametrization(model.blocks[0].mlp.up_proj, "weight", torch.nn.Tanh())
     tokens = draw_tokens(20)
     decoder = cached(model)
-    with torch.no_grad():
-        expected = model(tokens[None])[0]
+    expected = one_pass(model, tokens)
     torch.testing.assert_close(in_pieces(decoder, decoder.admit(), tokens, [12, 1, 7]), expected, rtol=0, atol=1e-11)
     prune.l1_unstructured(model.blocks[1].mlp.down_proj, "weight", amount=4)
     with pytest.raises(UserError, match=r"blocks.1.mlp.down_proj computes more .* merge adapters"):
@@ -446,10 +444,6 @@ def test_layers_that_compute_more_than_their_weights_are_refused(make_model):
     model.blocks[1].attention.q_proj = Adapter(model.blocks[1].attention.q_proj)
     with pytest.raises(UserError, match=r"blocks.1.attention.q_proj computes more"):
         cached(model)
-
-
-def test_quantized_layers_are_refused(make_model):
-    model = make_model().float()
     # The weight of a map with dynamic int8 is a method.
     model.blocks[0].mlp.up_proj = torch.nn.Module()
     model.blocks[0].mlp.up_proj.weight = lambda: torch.zeros(1)
@@ -475,7 +469,6 @@ def test_autocast_decides_the_type(make_model):
     assert decoder.dtype == torch.bfloat16
     tokens = draw_tokens(24)
     given = in_pieces(decoder, decoder.admit(), tokens, [12] + [1] * 12)
-    with torch.no_grad():
-        exact = model.double()(tokens[None])[0]
+    exact = one_pass(model.double(), tokens)
     # bf16 keeps 8 bits; the logits are about 1.
     assert given.dtype == torch.float32 and (given - exact).abs().max() < 0.15 * exact.abs().max()

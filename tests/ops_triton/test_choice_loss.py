@@ -84,20 +84,25 @@ def taught(case, backend, documents, sample, q, k, q_idx, k_idx):
     return [loss, recall, *torch.autograd.grad(loss, list(leaves.values()))]
 
 
-def assert_near(actual, exact):
-    for a, e in zip(actual, exact, strict=True):
+def by_kernels(case, documents, sample, inputs):
+    return taught(case, "triton", documents, sample, *(x.float() for x in inputs))
+
+
+def assert_near(case, documents, sample, inputs, exact=None):
+    """The kernels' results, to those of the reference in float64 unless others are given; returns both."""
+    exact = exact or taught(case, "reference", documents, sample, *inputs)
+    got = by_kernels(case, documents, sample, inputs)
+    for a, e in zip(got, exact, strict=True):
         assert (a.double() - e).abs().max() <= BOUND * e.abs().max()
+    return got, exact
 
 
 @each_case
 def test_loss_and_gradients_of_an_index(case, device):
-    documents, sample, inputs = draw(case, device)
-    exact = taught(case, "reference", documents, sample, *inputs)
-    single = [x.float() for x in inputs]
-    got = taught(case, "triton", documents, sample, *single)
-    assert_near(got, exact)
+    problem = case, *draw(case, device)
+    got, _ = assert_near(*problem)
     if device == "cuda":
-        again = taught(case, "triton", documents, sample, *single)
+        again = by_kernels(*problem)
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True)), "two runs differ"
 
 
@@ -105,12 +110,11 @@ def test_pieces_of_a_program_change_no_bit(device):
     from trifocal.ops.triton import index_scoring
 
     case, sizes = CASES[3], index_scoring.PIECES_OF_PROGRAM
-    documents, sample, inputs = draw(case, device)
-    single = [x.float() for x in inputs]
+    problem = case, *draw(case, device)
     with mock.patch.object(index_scoring, "PIECES_OF_PROGRAM", sizes[:1]):
-        large = taught(case, "triton", documents, sample, *single)
+        large = by_kernels(*problem)
     with mock.patch.object(index_scoring, "PIECES_OF_PROGRAM", sizes[-1:]):
-        small = taught(case, "triton", documents, sample, *single)
+        small = by_kernels(*problem)
     assert all(torch.equal(one, other) for one, other in zip(large, small, strict=True))
 
 
@@ -119,7 +123,7 @@ def test_loss_of_an_index_in_parts(device, monkeypatch):
     documents, sample, inputs = draw(case, device)
     exact = taught(case, "reference", documents, sample, *inputs)
     monkeypatch.setattr("trifocal.ops.choice_loss._MAX_NUMBERS", 300)
-    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
+    assert_near(case, documents, sample, inputs, exact=exact)
 
 
 def test_last_queries_alone(device):
@@ -130,11 +134,7 @@ def test_last_queries_alone(device):
     eligible = sample.eligible & (sample.tokens >= begin)
     sample = Sample(inside, sample.starts.minimum(inside), eligible)
     assert eligible.any()
-    inputs = (q[:, begin:], k, q_idx[:, begin:], k_idx)
-    exact = taught(case, "reference", documents, sample, *inputs)
-    single = [x.float() for x in inputs]
-    got = taught(case, "triton", documents, sample, *single)
-    assert_near(got, exact)
+    assert_near(case, documents, sample, (q[:, begin:], k, q_idx[:, begin:], k_idx))
 
 
 def test_what_is_not_eligible_is_zero_and_harms_nobody(device):
@@ -148,11 +148,9 @@ def test_what_is_not_eligible_is_zero_and_harms_nobody(device):
         == torch.arange(twice.tokens.shape[1], device=device) % 2
     )
     twice = twice._replace(eligible=twice.eligible & turn)
-    exact = taught(case, "reference", documents, sample, *inputs)
-    single = [x.float() for x in inputs]
-    assert_near(taught(case, "triton", documents, twice, *single), exact)
+    assert_near(case, documents, twice, inputs, exact=taught(case, "reference", documents, sample, *inputs))
     nobody = twice._replace(eligible=torch.zeros_like(twice.eligible))
-    assert all((x == 0).all() for x in taught(case, "triton", documents, nobody, *single))
+    assert all((x == 0).all() for x in by_kernels(case, documents, nobody, inputs))
 
 
 def test_a_query_of_the_first_key_of_a_tile(device):
@@ -161,9 +159,8 @@ def test_a_query_of_the_first_key_of_a_tile(device):
     documents, sample, inputs = draw(case, device)
     tokens = torch.tensor([[50, 64]], device=device)
     sample = Sample(tokens, torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool))
-    exact = taught(case, "reference", documents, sample, *inputs)
+    _, exact = assert_near(case, documents, sample, inputs)
     assert exact[3][0, 64].any()
-    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 
 def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(device):
@@ -173,12 +170,10 @@ def test_a_teacher_without_mass_on_free_blocks_teaches_nothing(device):
     q, k = torch.ones_like(q), torch.zeros_like(k)
     k[:, :16] = 30 / case.dim**0.5
     inputs = [q, k, *others]
-    for backend, numbers in (("reference", inputs), ("triton", [x.float() for x in inputs])):
-        assert all((x == 0).all() for x in taught(case, backend, documents, sample, *numbers))
+    assert all((x == 0).all() for found in assert_near(case, documents, sample, inputs) for x in found)
     k[:, 16:32] = k[:, :16]
-    exact = taught(case, "reference", documents, sample, *inputs)
+    _, exact = assert_near(case, documents, sample, inputs)
     assert exact[0] > 0 and exact[1] > 0
-    assert_near(taught(case, "triton", documents, sample, *(x.float() for x in inputs)), exact)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same on any device")
@@ -194,10 +189,9 @@ def test_operators_pass_pytorch_s_own_check_and_compile_whole():
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.trifocal.index_loss.default, index_loss, test_utils=checks)
 
-    single = [x.float() for x in inputs]
-    eager = taught(case, "triton", documents, sample, *single)
+    eager = by_kernels(case, documents, sample, inputs)
     with mock.patch(f"{__name__}.choice_loss", torch.compile(choice_loss, fullgraph=True, backend="aot_eager")):
-        compiled = taught(case, "triton", documents, sample, *single)
+        compiled = by_kernels(case, documents, sample, inputs)
     assert all(torch.equal(one, other) for one, other in zip(compiled, eager, strict=True))
 
 
