@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.ops.cases import geometry
-from trifocal import Geometry
+from tests.ops.cases import Case, geometry
+from tests.ops_triton.problems import documents_of
 from trifocal.ops import Documents, dispatch, select_blocks, select_blocks_by_index
 from trifocal.testing import oracle
 
@@ -19,43 +19,34 @@ NEAR_TIE = 1e-5
 
 
 @dataclass(frozen=True)
-class Case:
-    """One problem; `why` is the reason for it. Heads: 0 for an index."""
+class Choice(Case):
+    """One problem; heads: 0 for an index."""
 
-    why: str
-    queries: int
-    keys: int
-    heads: int = 2
-    groups: int = 1
-    dim: int = 16
-    batch: int = 1
-    geometry: Geometry = SMALL
-    lengths: tuple[int, ...] | None = None
     buffer_bytes: int = 2**28
     sign: int = 1
 
-    @property
-    def documents(self):
-        return self.lengths and list(self.lengths)
+
+def choice(why, queries, keys, heads=2, groups=1, dim=16, rules=SMALL, **rest):
+    return Choice(why, rules, queries, keys, heads=heads, groups=groups, dim=dim, **rest)
 
 
 CASES = (
-    Case("three heads a group, two batch entries, dim in two parts", 97, 97, 6, 2, 24, batch=2),
-    Case("fewer queries than keys", 20, 170, 4, 1),
-    Case("packed: the last queries", 64, 190, 2, lengths=(17, 150, 1, 22)),
-    Case("packed: fewer lines of blocks than a row of all", 40, 600, 2, lengths=(200, 200, 200)),
-    Case("three taps a block, no initial block", 90, 290, geometry=geometry(32, 16, 48, 2, 0, 1, 11)),
-    Case("more taps than a tile holds", 20, 300, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
-    Case("everything forced", 60, 60, geometry=geometry(8, 4, 16, 3, 1, 2, 11)),
-    Case("chunks of queries", 150, 150, 2, 2, buffer_bytes=1),
-    Case("no compressed block", 7, 7),
-    Case("index: two batch entries, dim in two parts", 97, 97, 0, 3, 24, batch=2),
-    Case("index: more lines of blocks than a program takes", 30, 1500, 0, 2, geometry=geometry(4, 4, 16, 5, 1, 2, 11)),
-    Case("index: packed: the last queries", 64, 190, 0, 2, lengths=(17, 150, 1, 22)),
-    Case("index: blocks of 48 tokens, no initial block", 90, 400, 0, geometry=geometry(16, 8, 48, 2, 0, 1, 11)),
-    Case("index: blocks of more keys than a product", 20, 700, 0, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
-    Case("index: chunks of queries", 100, 100, 0, 2, buffer_bytes=1),
-    Case("index: negative scores, own block free", 60, 60, 0, 8, geometry=geometry(4, 4, 16, 2, 1, 0, 11), sign=-1),
+    choice("three heads a group, two batch entries, dim in two parts", 97, 97, 6, 2, 24, batch=2),
+    choice("fewer queries than keys", 20, 170, 4, 1),
+    choice("packed: the last queries", 64, 190, 2, lengths=(17, 150, 1, 22)),
+    choice("packed: fewer lines of blocks than a row of all", 40, 600, 2, lengths=(200, 200, 200)),
+    choice("three taps a block, no initial block", 90, 290, rules=geometry(32, 16, 48, 2, 0, 1, 11)),
+    choice("more taps than a tile holds", 20, 300, rules=geometry(4, 1, 128, 2, 1, 0, 11)),
+    choice("everything forced", 60, 60, rules=geometry(8, 4, 16, 3, 1, 2, 11)),
+    choice("chunks of queries", 150, 150, 2, 2, buffer_bytes=1),
+    choice("no compressed block", 7, 7),
+    choice("index: two batch entries, dim in two parts", 97, 97, 0, 3, 24, batch=2),
+    choice("index: more lines of blocks than a program takes", 30, 1500, 0, 2, rules=geometry(4, 4, 16, 5, 1, 2, 11)),
+    choice("index: packed: the last queries", 64, 190, 0, 2, lengths=(17, 150, 1, 22)),
+    choice("index: blocks of 48 tokens, no initial block", 90, 400, 0, rules=geometry(16, 8, 48, 2, 0, 1, 11)),
+    choice("index: blocks of more keys than a product", 20, 700, 0, rules=geometry(4, 1, 128, 2, 1, 0, 11)),
+    choice("index: chunks of queries", 100, 100, 0, 2, buffer_bytes=1),
+    choice("index: negative scores, own block free", 60, 60, 0, 8, rules=geometry(4, 4, 16, 2, 1, 0, 11), sign=-1),
 )
 
 
@@ -66,21 +57,18 @@ def draw(case):
     if not case.heads:
         k = torch.randn(case.batch, case.keys, case.dim, generator=generator)
         return (q, k) if case.sign > 0 else (q.abs(), -k.abs())
-    compressed = len(oracle.compression_spans(case.geometry, case.keys, case.documents))
-    k_cmp = torch.randn(case.batch, compressed, case.groups, case.dim, generator=generator)
+    k_cmp = torch.randn(case.batch, case.num_compressed, case.groups, case.dim, generator=generator)
     return q, k_cmp, lse_of(case, q, k_cmp)
 
 
 def lse_of(case, q, k_cmp):
-    rules = {"num_keys": case.keys, "lengths": case.documents}
+    rules = {"num_keys": case.keys, "lengths": case.document_lengths}
     return oracle.compressed_attention(q, k_cmp, k_cmp, case.geometry, **rules)[1].float()
 
 
 def run(case, device, inputs):
-    boundaries = None if case.lengths is None else torch.tensor([0, *case.lengths], device=device).cumsum(0)
-    documents = None if boundaries is None else Documents.from_cu_seqlens(boundaries, case.keys)
     choose = select_blocks if case.heads else select_blocks_by_index
-    rules = {"num_keys": case.keys, "cu_seqlens": documents, "backend": "triton"}
+    rules = {"num_keys": case.keys, "cu_seqlens": documents_of(case, device), "backend": "triton"}
     with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
         return choose(*(x.to(device) for x in inputs), case.geometry, **rules).cpu()
 
@@ -88,12 +76,12 @@ def run(case, device, inputs):
 def exact_scores(case, inputs):
     """Scores of the candidates, by batch entry, query, group and block, in float64."""
     if case.heads:
-        return oracle.importance(*inputs, case.geometry, num_keys=case.keys, lengths=case.documents)
+        return oracle.importance(*inputs, case.geometry, num_keys=case.keys, lengths=case.document_lengths)
     q, k, size = *(x.double() for x in inputs), case.geometry.selection_block_size
 
     def scores(b, t, g):
         position = case.keys - case.queries + t
-        start = oracle.document_at(position, case.keys, case.documents).start
+        start = oracle.document_at(position, case.keys, case.document_lengths).start
         return [float(block.max()) for block in (k[b, start : position + 1] @ q[b, t, g]).split(size)]
 
     return [[[scores(b, t, g) for g in range(case.groups)] for t in range(case.queries)] for b in range(case.batch)]
@@ -110,7 +98,7 @@ def test_choice_has_the_largest_scores(case, device):
         assert torch.equal(chosen, run(case, device, inputs)), "two runs differ"
     for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in chosen.shape[:3])).tolist():
         position, scores = case.keys - case.queries + t, exact[b][t][g]
-        local = position - oracle.document_at(position, case.keys, case.documents).start
+        local = position - oracle.document_at(position, case.keys, case.document_lengths).start
         row, expected = chosen[b, t, g].tolist(), oracle.choose(scores, local, case.geometry)
         taken = [block for block in row if block >= 0]
         assert row == sorted(set(taken)) + [-1] * (len(row) - len(taken))
@@ -126,7 +114,7 @@ def test_choice_has_the_largest_scores(case, device):
 @pytest.mark.parametrize("heads", [4, 0], ids=["compressed keys", "index"])
 def test_a_longest_length_that_is_too_small(heads, device):
     """On a GPU it is trusted: shorter documents are as they were, and no block behind it is chosen."""
-    case = Case("packed", 330, 330, heads, 1, lengths=(20, 290, 20))
+    case = choice("packed", 330, 330, heads, 1, lengths=(20, 290, 20))
     inputs = [x.to(device) for x in draw(case)]
     boundaries = torch.tensor([0, *case.lengths], device=device).cumsum(0)
     choose = select_blocks if heads else select_blocks_by_index
@@ -144,13 +132,13 @@ def test_a_longest_length_that_is_too_small(heads, device):
 @pytest.mark.parametrize("heads", [4, 0], ids=["compressed keys", "index"])
 def test_exact_ties_go_to_the_lower_index(heads, lengths, sign, device):
     """With equal keys all blocks that see as many of them are equal, in fp32 too, whatever the sign of their scores."""
-    case = Case("ties", 150, 150, heads, 2, lengths=lengths)
+    case = choice("ties", 150, 150, heads, 2, lengths=lengths)
     q, k, *_ = draw(case)
     k = sign * k[:, :1].expand_as(k)
     inputs = (q, k, lse_of(case, q, k)) if heads else (q.abs(), k.abs() * sign)
     chosen, exact = run(case, device, inputs), exact_scores(case, inputs)
     for t in range(case.queries):
-        start = oracle.document_at(t, case.keys, case.documents).start
+        start = oracle.document_at(t, case.keys, case.document_lengths).start
         for g in range(case.groups):
             # The oracle's sums in float64 differ in the last bits; its ties are exact after rounding.
             expected = oracle.choose([round(score, 9) for score in exact[0][t][g]], t - start, case.geometry)

@@ -57,12 +57,20 @@ def draw(case, seed=0):
     return q, k, v, d_o, chosen
 
 
-def exact(case, q, k, v, d_o, chosen):
+def exact(case, *inputs):
+    q, k, v, d_o, chosen = (x.cpu() for x in inputs)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     blocks = case.geometry.num_selection_blocks(case.keys)
     chosen = chosen.masked_fill(chosen >= blocks, -1)
     o = oracle.selected_attention(*leaves, chosen, case.geometry, lengths=case.document_lengths)
     return [o, *torch.autograd.grad(o, leaves, d_o.double())]
+
+
+def by_kernels(case, q, k, v, d_o, chosen, documents=None, **options):
+    """The output, the gradients of q, k and v, and the log-sum-exp."""
+    arguments = chosen, case.geometry, case.dim**-0.5, documents
+    o, lse = selected_forward(q, k, v, *arguments)
+    return [o, *selected_backward(d_o, q, k, v, o, lse, *arguments, **options)], lse
 
 
 @pytest.mark.parametrize(
@@ -75,12 +83,9 @@ def exact(case, q, k, v, d_o, chosen):
 )
 def test_values_and_gradients(case, order, device, monkeypatch):
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
-    inputs = draw(case)
+    inputs = [x.to(device) for x in draw(case)]
     expected = exact(case, *inputs)
-    q, k, v, d_o, chosen = (x.to(device) for x in inputs)
-    documents, scale = documents_of(case, device), case.dim**-0.5
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
-    got = [o, *selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)]
+    got, lse = by_kernels(case, *inputs, documents_of(case, device))
     compare("o d_q d_k d_v", got, expected)
     nothing = expected[0].abs().sum(-1) == 0
     assert torch.equal(lse.cpu() == -math.inf, nothing)
@@ -98,21 +103,18 @@ def test_values_and_gradients(case, order, device, monkeypatch):
 def test_chunks_of_rows_and_pieces_of_blocks(lengths, limit, order, device, monkeypatch):
     """Chunks of the least size, one or several at a time, and pieces of a few slots give the same sums as one."""
     case = case_of("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
-    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    inputs, documents = [x.to(device) for x in draw(case)], documents_of(case, device)
     # Everybody chooses the first block, as with a forced one: many pieces.
-    chosen[..., 0] = 0
-    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen)))
-    documents = documents_of(case, device)
+    inputs[-1][..., 0] = 0
     tile = SelectedTile(16, warps=4, stages=1, piece_slots=16)
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     monkeypatch.setattr(tiles, "selected_tile", selected_tile_rule(tile))
     monkeypatch.setattr(dispatch, limit, 1)
     monkeypatch.setattr(dispatch, "FEWEST_SLOTS_OF_A_BLOCK", 1)
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
-    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
-    compare("o d_q d_k d_v", (o, *got), expected)
+    got, _ = by_kernels(case, *inputs, documents)
+    compare("o d_q d_k d_v", got, exact(case, *inputs))
     if device == "cuda":
-        again = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
+        again, _ = by_kernels(case, *inputs, documents)
         assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
@@ -123,10 +125,9 @@ def test_gate_is_a_factor_on_the_gradient(order, device, monkeypatch):
     case = case_of("gate", 24, 24, heads=4, groups=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(1, 24, 4, generator=torch.Generator().manual_seed(3)).to(device)
-    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None)
-    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None, gate=gate)
-    compare("d_q d_k d_v", got, expected)
+    expected = exact(case, q, k, v, d_o * gate[..., None], chosen)[1:]
+    got, _ = by_kernels(case, q, k, v, d_o, chosen, gate=gate)
+    compare("d_q d_k d_v", got[1:], expected)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -136,7 +137,7 @@ def test_strides_and_what_no_query_sees(order, device, monkeypatch):
     case = case_of("strides", 40, 60, heads=2, groups=2, batch=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     chosen = chosen.masked_fill(chosen == 1, 0)
-    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen)))
+    expected = exact(case, q, k, v, d_o, chosen)
     wide_q = torch.full((2, 2, case.queries, 20), math.nan, device=device)
     wide_q[..., :16] = q.transpose(1, 2)
     q = wide_q[..., :16].transpose(1, 2)
@@ -144,11 +145,9 @@ def test_strides_and_what_no_query_sees(order, device, monkeypatch):
     kv[..., :16], kv[..., 20:36] = k, v
     kv[:, 16:32] = math.nan
     k, v = kv[..., :16], kv[..., 20:36]
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None)
-    assert_close("o", o, expected[0], torch.float32)
-    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None)
-    assert_close("d_q", got[0], expected[1], torch.float32)
-    for name, actual, wanted in zip(("d_k", "d_v"), got[1:], expected[2:], strict=True):
+    got, _ = by_kernels(case, q, k, v, d_o, chosen)
+    compare("o d_q", got[:2], expected[:2])
+    for name, actual, wanted in zip(("d_k", "d_v"), got[2:], expected[2:], strict=True):
         seen = torch.ones(60, dtype=torch.bool)
         seen[16:32] = False
         assert_close(name, actual[:, seen.to(device)], wanted[:, seen], torch.float32)
@@ -224,11 +223,9 @@ def test_blocks_behind_a_longest_length_that_is_too_small_are_left_out(device, m
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     chosen[..., 0], chosen[..., 1] = 5, 35
     documents = Documents.from_checked(torch.tensor([0, 600], device=device), 600)._replace(max_length=512)
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
-    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen.masked_fill(chosen >= 32, -1))))
-    assert_close("o", o, expected[0], torch.float32)
-    d_q, *_ = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
-    assert_close("d_q", d_q, expected[1], torch.float32)
+    expected = exact(case, q, k, v, d_o, chosen.masked_fill(chosen >= 32, -1))
+    got, _ = by_kernels(case, q, k, v, d_o, chosen, documents)
+    compare("o d_q", got[:2], expected[:2])
 
 
 def test_a_chunk_that_is_gathered_stays_in_the_cache_and_gives_blocks_enough():
@@ -269,7 +266,7 @@ def test_parts_of_a_block_are_added(case, part_queries, device, monkeypatch):
     """Cut at any query, with a gate, the parts add up to the gradient; memory that no part wrote is not read."""
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(3)).to(device)
-    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
+    expected = exact(case, q, k, v, d_o * gate[..., None], chosen)[1:]
     documents, scale = documents_of(case, device), case.dim**-0.5
     monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
     monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: part_queries)
@@ -285,13 +282,11 @@ def test_parts_of_a_block_are_added(case, part_queries, device, monkeypatch):
 
 def test_the_last_part_holds_what_a_longest_length_that_is_too_small_leaves(device, monkeypatch):
     case = case_of("too long", 40, 40, lengths=(31, 9))
-    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
-    documents, scale = documents_of(case, device)._replace(max_length=16), case.dim**-0.5
+    inputs, documents = [x.to(device) for x in draw(case)], documents_of(case, device)
     monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
     monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: 7)
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
-    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)
-    compare("d_q d_k d_v", got, exact(case, *draw(case))[1:])
+    got, _ = by_kernels(case, *inputs, documents._replace(max_length=16))
+    compare("d_q d_k d_v", got[1:], exact(case, *inputs)[1:])
 
 
 def assert_right_on_a_gpu(case, order, portable, monkeypatch):
@@ -303,20 +298,16 @@ def assert_right_on_a_gpu(case, order, portable, monkeypatch):
     inputs = problems.draw(case, torch.bfloat16)
     chosen, documents = problems.choice(case, inputs), documents_of(case)
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
-    arguments = (chosen, case.geometry, case.dim**-0.5, documents)
-
-    def attend():
-        o, lse = selected_forward(q, k, v, *arguments)
-        return o, *selected_backward(cotangent(o), q, k, v, o, lse, *arguments)
-
-    got = attend()
+    d_o = cotangent(q.new_empty(*q.shape[:3], v.shape[3]))
+    got, _ = by_kernels(case, q, k, v, d_o, chosen, documents)
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     o_exact = ops.selected_attention(*leaves, chosen, case.geometry, backend="reference", cu_seqlens=documents)
-    expected = (o_exact, *torch.autograd.grad(o_exact, leaves, cotangent(got[0]).double()))
+    expected = (o_exact, *torch.autograd.grad(o_exact, leaves, d_o.double()))
     bound = problems.allowed(case, inputs, chosen, 1)
     errors = [error(a, e) for a, e in zip(got, expected, strict=True)]
     assert max(errors) <= bound, (errors, bound)
-    assert all(torch.equal(a, b) for a, b in zip(got, attend(), strict=True)), "two runs differ"
+    again, _ = by_kernels(case, q, k, v, d_o, chosen, documents)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True)), "two runs differ"
 
 
 @needs_gpu
