@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.devices import needs_gpu
 from tests.models.conftest import gpu_model, gpu_tokens
@@ -19,6 +20,14 @@ from trifocal.ops import Documents
 
 # PyTorch's own tracer warns about its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def compile_with(monkeypatch):
+    """Nothing is compiled yet; `torch.compile` takes the given backend."""
+    torch._dynamo.reset()
+    counters.clear()
+    return lambda backend: monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
 
 
 def gradients(model, tokens, documents=None):
@@ -45,11 +54,9 @@ def gradients(model, tokens, documents=None):
     ],
     ids=str,
 )
-def test_layers_share_what_is_compiled(make_model, monkeypatch, options, checkpointed, kinds, tables, backend):
+def test_layers_share_what_is_compiled(make_model, compile_with, options, checkpointed, kinds, tables, backend):
     """Some layers, rows and packed documents with other borders: two graphs of a kind, and eager's gradients."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    compile_with(backend)
     model = make_model(**{"num_layers": 3, **options})
     model.set_activation_checkpointing(0, checkpointed)
     tokens = torch.randint(31, (2, 30))
@@ -64,7 +71,6 @@ def test_layers_share_what_is_compiled(make_model, monkeypatch, options, checkpo
     model.compile_training()
     given = [gradients(model, *call) for call in calls]
     torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
-    counters = torch._dynamo.utils.counters
     # What layers share, a layer and the end of the model, for rows and for one packed row.
     assert counters["stats"]["unique_graphs"] == 2 * (tables + kinds + 1)
     assert not counters["graph_break"]
@@ -74,10 +80,9 @@ def test_layers_share_what_is_compiled(make_model, monkeypatch, options, checkpo
 
 
 @torch._dynamo.config.patch(recompile_limit=8)
-def test_kinds_of_layers_and_models_beyond_dynamos_limit_compile(make_model, monkeypatch):
+def test_kinds_of_layers_and_models_beyond_dynamos_limit_compile(make_model, compile_with):
     """Eight graphs of the layers of one model, and one of another, which a thread trains that did not compile it."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compile_with("eager")
     tokens = torch.randint(31, (2, 30))
     packed = Documents.from_checked(torch.tensor([0, 5, 30, 58, 60]), 60, row_length=30)
     for size, calls in ((40, [(tokens, None), (tokens.view(1, 60), packed)]), (41, [(tokens, None)])):
@@ -90,11 +95,9 @@ def test_kinds_of_layers_and_models_beyond_dynamos_limit_compile(make_model, mon
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
-def test_packs_of_any_documents_share_what_is_compiled(make_model, monkeypatch):
+def test_packs_of_any_documents_share_what_is_compiled(make_model, compile_with):
     """One's own loop, which gives borders: each pack has other documents, and two of them any length."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compile_with("eager")
     model = make_model(num_layers=1, layer_types=("selected",))
     tokens = torch.randint(31, (1, 60))
     packs = [
@@ -104,13 +107,12 @@ def test_packs_of_any_documents_share_what_is_compiled(make_model, monkeypatch):
     model.compile_training()
     given = [gradients(model, tokens, pack) for pack in packs]
     torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    assert counters["stats"]["unique_graphs"] == 3
 
 
-def test_frozen_layers_that_are_checkpointed_compile(make_model, monkeypatch):
+def test_frozen_layers_that_are_checkpointed_compile(make_model, compile_with):
     """As where only an index learns, and some layers are dense: in these nothing has a gradient."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compile_with("aot_eager")
     model = make_model(num_layers=1, attention="dense", value_dim=8).requires_grad_(False)
     model.head.requires_grad_()
     model.set_activation_checkpointing(0, 1)
@@ -121,9 +123,8 @@ def test_frozen_layers_that_are_checkpointed_compile(make_model, monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
 
 
-def test_a_copy_of_a_compiled_model_compiles_its_own(make_model, monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+def test_a_copy_of_a_compiled_model_compiles_its_own(make_model, compile_with):
+    compile_with("eager")
     model = make_model(num_layers=1, attention="dense")
     model.set_activation_checkpointing(0, 1)
     model.compile_training()
@@ -132,9 +133,9 @@ def test_a_copy_of_a_compiled_model_compiles_its_own(make_model, monkeypatch):
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         # Code that fits both is shared; without it the copy compiles.
         torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        counters.clear()
         torch.testing.assert_close(gradients(copied, tokens), expected, rtol=0, atol=0)
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+        assert counters["stats"]["unique_graphs"] == 3
 
 
 def test_exports_a_range_of_lengths(make_model):
@@ -153,21 +154,17 @@ def test_exports_a_range_of_lengths(make_model):
 
 def test_other_lengths_do_not_compile_anew(make_model):
     """The whole model by PyTorch's defaults: the second length makes one graph for all lengths."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     model = make_model(num_layers=1, attention="selected")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for length in (64, 48, 37):
         tokens = torch.randint(31, (2, length))
         torch.testing.assert_close(gradients(compiled, tokens), gradients(model, tokens), rtol=1e-11, atol=1e-12)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_taught_choice_is_compiled(make_model, monkeypatch):
+def test_a_taught_choice_is_compiled(make_model, compile_with):
     """Rows and packed documents, in two steps: four graphs each, one of them of the draw, and eager's gradients."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compile_with("eager")
     model = make_model(num_layers=2, chooser="index", attention="selected")
     model.set_activation_checkpointing(0, 2)
     tokens = torch.randint(31, (2, 30))
@@ -185,7 +182,6 @@ def test_a_taught_choice_is_compiled(make_model, monkeypatch):
     expected = [taught(*call) for call in calls]
     model.compile_training()
     torch.testing.assert_close([taught(*call) for call in calls], expected, rtol=1e-6, atol=1e-9)
-    counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 8
     assert not counters["graph_break"]
 

@@ -45,14 +45,19 @@ def test_an_index_is_taught_alone_and_by_its_sample_alone(kind):
     torch.testing.assert_close(with_sample, alone, rtol=1e-12, atol=1e-14)
 
 
+def taught_layer(stretch=1):
+    """A layer in a loop of one's own, and its input."""
+    torch.manual_seed(0)
+    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
+    layer.choice_loss_stretch = stretch
+    return layer, 3 * torch.randn(2, 64, 16, dtype=torch.float64)
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_layer_teaches_its_index_by_one_draw():
     """Queries drawn anew in backward would give gradients of no loss."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
-    layer.choice_loss_stretch = 8
-    x, found = 3 * torch.randn(2, 64, 16, dtype=torch.float64), []
+    (layer, x), found = taught_layer(stretch=8), []
     for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
         torch.manual_seed(1)
         found.append(torch.autograd.grad(call(x).sum(), list(layer.index.parameters())))
@@ -61,11 +66,7 @@ def test_a_compiled_layer_teaches_its_index_by_one_draw():
 
 def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
     """Whatever its output is used for, and checkpointed, from the same queries; its recall rises."""
-    torch.manual_seed(0)
-    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
-    layer.choice_loss_stretch = 1
-    x = 3 * torch.randn(2, 64, 16, dtype=torch.float64)
-    found = []
+    (layer, x), found = taught_layer(), []
     for call in (layer, functools.partial(checkpoint, layer, use_reentrant=False)):
         layer.zero_grad()
         torch.manual_seed(1)
@@ -93,10 +94,7 @@ def test_a_layer_in_a_model_of_ones_own_teaches_its_index():
 
 def test_a_weight_undoes_the_scale_of_a_loop():
     """Accumulated batches, and a scaler, teach as one batch does."""
-    torch.manual_seed(0)
-    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
-    layer.choice_loss_stretch = 1
-    x, scaler = 3 * torch.randn(2, 64, 16, dtype=torch.float64), torch.amp.GradScaler("cpu")
+    (layer, x), scaler = taught_layer(), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(layer.parameters())
     expected = torch.autograd.grad(layer(x).mean(), [*layer.parameters()])
     layer.choice_loss_weight = 1 / 2
@@ -112,10 +110,8 @@ def test_a_weight_undoes_the_scale_of_a_loop():
 
 def test_an_index_without_parameters_of_its_own_learns():
     """FSDP1 leaves a layer only views of one flat parameter, unless told to keep the original ones."""
-    torch.manual_seed(0)
-    layer = SelectedAttention(**SIZES, chooser="index", backend="reference").double()
-    layer.choice_loss_stretch = 1
-    x, maps = 3 * torch.randn(2, 64, 16, dtype=torch.float64), layer.index.maps
+    layer, x = taught_layer()
+    maps = layer.index.maps
     expected = torch.autograd.grad(layer(x).sum(), [linear.weight for linear in maps])
     flat = nn.Parameter(torch.cat([linear.weight.detach().flatten() for linear in maps]))
     for linear, part in zip(maps, flat.split([linear.weight.numel() for linear in maps]), strict=True):
