@@ -69,11 +69,7 @@ class Browser:
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
         self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
-        deadline = time.time() + 60
-        while self.evaluate("document.documentElement?.dataset.drawn ?? null") is None:
-            if time.time() > deadline:
-                raise TimeoutError(f"{page} was not drawn in time; problems: {self.problems}")
-            time.sleep(0.1)
+        self.wait_for("document.documentElement?.dataset.drawn !== undefined")
 
     def evaluate(self, expression):
         """The value of a JavaScript expression in the page."""

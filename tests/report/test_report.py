@@ -5,13 +5,12 @@ import json
 import math
 import re
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 
 from tests.report.browser import Browser, find
-from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
+from tests.written_runs import TEXT, set_last_beat, wait_for, write_picture, write_run
 from trifocal.errors import UserError
 from trifocal.report import write_report
 from trifocal.report.attention_charts import attention_charts
@@ -86,17 +85,14 @@ def test_the_picture_shows_the_text_that_a_query_reads(opened):
     opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 4, y=y)
     opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     tip = "document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').innerText"
-    deadline = time.time() + 10
-    while not (text := opened.evaluate(tip)) and time.time() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: opened.evaluate(tip), 10)
+    text = opened.evaluate(tip)
     second = TEXT.index("∎") + 1
     start = second + (key - second) // 8 * 8
     assert f"Tokens {start}\N{EN DASH}{start + 7} for query {len(TEXT) - 1}" in text
     assert TEXT[start : start + 8] in text and "not selected" in text
-    while pane("mark") != "\N{RETURN SYMBOL}\n" and time.time() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: pane("mark") == "\N{RETURN SYMBOL}\n", 10)
     own = second + (len(TEXT) - 1 - second) // 8 * 8
-    assert pane("mark") == "\N{RETURN SYMBOL}\n"
     assert pane(".unread") == TEXT[:second], "another document is not read"
     assert pane(".slc").replace("|", "") == TEXT[second : second + 8] + TEXT[own - 16 : len(TEXT) - 1]
     assert pane(".win").replace("|", "") == TEXT[len(TEXT) - 12 : len(TEXT) - 1]

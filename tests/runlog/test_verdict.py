@@ -2,11 +2,10 @@
 
 import os
 import signal
-import time
 
 import pytest
 
-from tests.written_runs import beat
+from tests.written_runs import beat, wait_for
 from trifocal.runlog.proc import process_start, process_state
 from trifocal.runlog.stalls.verdict import judge
 
@@ -66,7 +65,7 @@ def test_silence_of_a_process_that_is_gone_is_death(sleeper):
     assert verdict(11.0, pid=sleeper.pid)[0] != "dead"
     sleeper.kill()
     # Ended, but its parent has not asked for its status: it still has its number.
-    wait_for_state(sleeper.pid, "Z")
+    wait_for(lambda: process_state(sleeper.pid) == "Z")
     assert verdict(9.0, pid=sleeper.pid)[0] == "running", "rows are not late yet"
     assert verdict(11.0, pid=sleeper.pid)[0] == "dead"
     sleeper.wait()
@@ -92,19 +91,12 @@ def test_a_process_whose_number_another_one_has_by_now_is_dead(sleeper):
 
 def test_a_stopped_process_is_stalled_and_told_how_to_continue(sleeper):
     sleeper.send_signal(signal.SIGSTOP)
-    wait_for_state(sleeper.pid, "T")
+    wait_for(lambda: process_state(sleeper.pid) == "T")
     state, reason = verdict(11.0, pid=sleeper.pid)
     assert state == "stalled" and "has been stopped for 0:11" in reason and f"kill -CONT {sleeper.pid}" in reason
     sleeper.send_signal(signal.SIGCONT)
-    wait_for_state(sleeper.pid, "S")
+    wait_for(lambda: process_state(sleeper.pid) == "S")
     assert "been stopped" not in verdict(11.0, pid=sleeper.pid)[1]
-
-
-def wait_for_state(pid, letter):
-    deadline = time.monotonic() + 60
-    while process_state(pid) != letter:
-        assert time.monotonic() < deadline, f"never {letter}"
-        time.sleep(0.01)
 
 
 def test_silence_of_a_process_that_exists_is_a_stall():

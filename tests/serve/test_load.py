@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import random
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +11,10 @@ import openai
 import pytest
 
 from tests.serve.servers import MAX_LENGTH, SEQUENCES, serving
+from tests.written_runs import wait_for
 from trifocal.inference import Completion, Request, Sampling, TokenScore, Update
 from trifocal.serve.app import _AnswerResponse
 from trifocal.serve.worker import Updates, Worker
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_many_clients_get_the_answers_of_one(decoder):
@@ -153,7 +146,7 @@ def test_tokens_come_together_while_the_event_loop_is_busy():
     worker._loop = SimpleNamespace(call_soon_threadsafe=lambda function, *given: posts.append(given))
     worker._thread.start()
     worker._inbox.put(("submit", [request]))
-    wait_until(lambda: len(posts) == 2)
+    wait_for(lambda: len(posts) == 2)
     worker.stop()
     assert [[update.token for update in updates] for updates, _ in posts] == [[0], [*range(1, 10)]]
     assert [ended for _, ended in posts] == [[], [request]]
@@ -192,16 +185,16 @@ def test_an_answer_that_is_held_back_does_not_wait_for_the_end_of_another(ends, 
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     worker._thread.start()
     worker._inbox.put(("submit", [mine, other]))
-    wait_until(lambda: engine.count > 2)
+    wait_for(lambda: engine.count > 2)
     assert len(posts) == 1
     if ends == "by a failure for good":
         engine.broken = True
     else:
         worker._inbox.put(("cancel", [other]))
-    wait_until(lambda: len(posts) > 1)
+    wait_for(lambda: len(posts) > 1)
     assert posts[1][0] == worker._deliver and posts[1][1][0].completion is done and posts[1][2] == [mine]
     if ends == "by a failure for good":
-        wait_until(lambda: not worker._thread.is_alive())
+        wait_for(lambda: not worker._thread.is_alive())
         assert "it is broken" in capsys.readouterr().err
     else:
         worker.stop()
@@ -211,7 +204,7 @@ def test_a_full_queue_refuses(decoder):
     with serving(decoder, max_length=5000, max_waiting=1) as served:
         options = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "extra_body": {"ignore_eos": True}}
         streams = [served.client().completions.create(stream=True, **options) for _ in range(SEQUENCES + 1)]
-        wait_until(lambda: served.worker.gauges["requests_running"] == SEQUENCES)
+        wait_for(lambda: served.worker.gauges["requests_running"] == SEQUENCES)
         assert served.worker.gauges["requests_waiting"] == 1
         with pytest.raises(openai.RateLimitError, match="too many requests are waiting") as caught:
             served.client().completions.create(**options)
