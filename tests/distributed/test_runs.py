@@ -60,9 +60,8 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs, mode):
         [row["gradient_norm"] for row in read_metrics(runs[name] / "metrics.jsonl", "train")] for name in (mode, "none")
     )
     assert several == pytest.approx(one, rel=1e-3)
-    whole = load_model(runs[mode] / "weights").state_dict()
-    for name, tensor in load_model(runs["none"] / "weights").state_dict().items():
-        torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-4)
+    whole, expected = (load_model(runs[name] / "weights").state_dict() for name in (mode, "none"))
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-4)
 
 
 def test_gradients_of_recorded_graphs_are_the_same(runs, tmp_path):
@@ -107,9 +106,8 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path):
         for source in sources:
             key = f"validation_loss/{source}"
             assert mine[key] == pytest.approx(one[key], rel=LOSS_TOLERANCE)
-        whole = load_model(run / "weights").state_dict()
-        for name, tensor in load_model(found[0] / "weights").state_dict().items():
-            torch.testing.assert_close(whole[name], tensor, rtol=0.05, atol=5e-3)
+        whole, expected = (load_model(path / "weights").state_dict() for path in (run, found[0]))
+        torch.testing.assert_close(whole, expected, rtol=0.05, atol=5e-3)
 
 
 def test_compiled_checkpointed_layers_are_the_same(tmp_path):

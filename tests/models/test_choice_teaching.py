@@ -85,8 +85,7 @@ def test_any_loop_has_the_gradient_of_the_trainers_loss(model, packed, monkeypat
     expected = _gradients(model, 0.25 * with_samples)
     taught = {name for name in expected if ".index." in name}
     assert len(taught) == 4
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-15)
     recall = choice_recall(model)
     assert list(recall) == ["blocks.0.attention", "blocks.2.attention"]
     assert [*recall.values()] == pytest.approx((teaching.totals[::2, 1] / 0.25).tolist(), rel=1e-9)
@@ -97,8 +96,7 @@ def test_any_loop_has_the_gradient_of_the_trainers_loss(model, packed, monkeypat
     counts = drawn[0].eligible.sum((1, 2)) * model.config.num_kv_heads
     teaching = teaching._replace(scales=1 / counts)
     expected = _gradients(model, model(tokens, targets, teaching=teaching, **given))
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-14)
 
 
 def test_recomputed_layers_learn_from_the_same_queries(model):

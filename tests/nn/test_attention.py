@@ -212,7 +212,7 @@ def test_padded_rows_are_as_each_row_by_itself(attention):
     expected = [layer(row) for row in rows]
     for o, gradient in zip(expected, [d[None, :n] for d, n in zip(d_o, lengths, strict=True) if n], strict=True):
         o.backward(gradient)
-    of_weights = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    of_weights = [parameter.grad for parameter in layer.parameters()]
     layer.zero_grad()
     padded = x.masked_fill(padding[..., None], float("nan")).requires_grad_()
     o = layer(padded, key_padding_mask=padding)
@@ -222,8 +222,7 @@ def test_padded_rows_are_as_each_row_by_itself(attention):
     torch.testing.assert_close(o[~padding], torch.cat(expected, 1)[0], rtol=0, atol=1e-12)
     gradients = [row.grad for row in rows if row.grad is not None]
     torch.testing.assert_close(padded.grad[~padding], torch.cat(gradients, 1)[0], rtol=0, atol=1e-11)
-    for name, parameter in layer.named_parameters():
-        torch.testing.assert_close(parameter.grad, of_weights[name], rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close([one.grad for one in layer.parameters()], of_weights, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(

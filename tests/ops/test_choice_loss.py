@@ -52,8 +52,7 @@ def test_loss_and_gradient_are_the_oracle_s(borders, parts, monkeypatch):
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     got = torch.autograd.grad(loss, [*parameters.values(), q, k], allow_unused=True)
     wanted = torch.autograd.grad(expected, list(parameters.values()))
-    for one, other in zip(got, wanted, strict=False):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(got[:2], wanted, rtol=1e-8, atol=1e-12)
     assert got[-2:] == (None, None)
 
 

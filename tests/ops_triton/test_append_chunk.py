@@ -82,8 +82,7 @@ def test_a_chunk_has_the_bits_of_the_reference(first, length, num_new, branches,
         assert list(seen) == list(branches)
         for name, new in rows.items():
             assert seen[name].shape == (1, first + length - new.begin, *new.x.shape[2:])
-    for given, expected in zip(*found, strict=True):
-        assert torch.equal(given, expected)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 # Blocks before the chunk, blocks that it ends, and whether there are values.
@@ -97,8 +96,7 @@ def test_compressed_blocks_have_the_bits_of_the_reference(before, new, values, d
         rows = {name: row._replace(begin=zero) for name, row in rows.items()}
         seen = append_chunk(rows, place, before + zero, zero=zero, stride=4, backend=backend)
         found.append([*seen.values(), *(row.pages for row in rows.values())])
-    for given, expected in zip(*found, strict=True):
-        assert torch.equal(given, expected)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_rows_past_tables_pages_and_rings_are_refused(device):
@@ -124,5 +122,4 @@ def test_every_row_has_the_position_of_the_chunk(device):
         seen = append_chunk(rows, place, 9, zero=1, stride=2, backend=backend)
         kept = [x for row in rows.values() for x in (row.pages, row.ring_end) if x is not None]
         found.append([*seen.values(), *kept])
-    for given, expected in zip(*found, strict=True):
-        assert torch.equal(given, expected)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
