@@ -37,15 +37,16 @@ def free_port():
 def environment(**variables):
     """This process's variables and some more; the package and the tests come first on Python's path.
 
-    PyTorch's compiler warns about Python 3.13.0, which has nothing to do with the tests. A fault or `abort_with_stacks`
-    leaves Python's stacks.
+    Triton's interpreter is for a test's own kernels. PyTorch's compiler warns about Python 3.13.0, which has nothing to
+    do with the tests. A fault or `abort_with_stacks` leaves Python's stacks.
     """
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     always = {
         "PYTHONWARNINGS": "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
         "PYTHONFAULTHANDLER": "1",
     }
-    return {**always, **os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**always, **own, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
 
 
 def children_of(pid):

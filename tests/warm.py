@@ -79,10 +79,8 @@ def popen(command, **options):
 def _server():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    variables = environment(OMP_NUM_THREADS=1)
-    variables.pop("TRITON_INTERPRET", None)
     # The server keeps the variables that it starts with, and Triton reads them when it is imported.
-    with mock.patch.dict(os.environ, variables, clear=True):
+    with mock.patch.dict(os.environ, environment(OMP_NUM_THREADS=1), clear=True):
         ensure_running()
     return context
 

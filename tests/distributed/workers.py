@@ -33,8 +33,6 @@ class Workers:
             place |= {"GLOO_SOCKET_IFNAME": "lo"}
             variables = children.environment(**(place | environment))
             with (folder / f"out{rank}").open("wb") as out, (folder / f"error{rank}").open("wb") as error:
-                # Not for a test's own interpreter of kernels.
-                variables.pop("TRITON_INTERPRET", None)
                 started = warm.popen([sys.executable, *command], stdout=out, stderr=error, env=variables)
             self.processes.append(started)
 

@@ -57,10 +57,8 @@ def test_a_signal_to_the_group_ends_a_run_that_compiles(tmp_path, moment, number
     command = [sys.executable, "-m", "trifocal", "train", str(write_config(tmp_path)), "--train.compile", "true"]
     command += ["--run.device", "cuda" if GPU else "cpu", "--train.steps", "1000", "--checkpoint.interval_steps", "0"]
     caches = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor", "TRITON_CACHE_DIR": tmp_path / "triton"}
-    variables = environment(**caches)
-    variables.pop("TRITON_INTERPRET", None)
     with (tmp_path / "error").open("wb") as error:
-        process = warm.popen(command, stdout=error, stderr=error, env=variables, start_new_session=True)
+        process = warm.popen(command, stdout=error, stderr=error, env=environment(**caches), start_new_session=True)
     try:
         deadline = time.monotonic() + 150
         while not has_written(run, moment[0]):

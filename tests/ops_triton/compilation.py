@@ -48,13 +48,16 @@ class Call(NamedTuple):
 
 def compile_in_subprocess(*parts, folder, only_record=False):
     """Rows of the kernels that parts of test_compile.py launch; see `compile_launches`. Output goes to the folder."""
-    variables = environment(OMP_NUM_THREADS=1)
-    variables.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.ops_triton.compilation", *["--record"] * only_record, *parts]
-    with (folder / "rows").open("wb") as rows, (folder / "error").open("wb") as error:
-        process = warm.popen(command, stdout=rows, stderr=error, env=variables)
+    return run_module("tests.ops_triton.compilation", *["--record"] * only_record, *parts, folder=folder)
+
+
+def run_module(*command, folder):
+    """What a module prints, each line JSON, in a process that interprets no kernels. Output goes to the folder."""
+    with (folder / "out").open("wb") as out, (folder / "error").open("wb") as error:
+        variables = environment(OMP_NUM_THREADS=1)
+        process = warm.popen([sys.executable, "-m", *command], stdout=out, stderr=error, env=variables)
     assert wait_for_end(process, 240) == 0, (folder / "error").read_text()[-2000:]
-    return [json.loads(line) for line in (folder / "rows").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "out").read_text().splitlines()]
 
 
 def compile_launches(calls, *, only_record=False):

@@ -1,23 +1,30 @@
-"""One step of decoding and one chunk of a prompt on the meta device, for the compile tests."""
+"""Tensors on the meta device, and one step of decoding and one chunk of a prompt there, for the compile tests."""
 
 from unittest import mock
 
 import torch
 
-from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache, WindowCache, dispatch
+from trifocal.ops import DecodeBatch, DenseCache, Documents, Geometry, SparseCache, WindowCache, dispatch
 
 
-def decode_step(
-    heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
-):
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def meta_documents(length, packed):
+    return Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
+
+
+def num_compressed(geometry, length, packed):
+    return length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+
+
+def decode_step(heads, groups, dim, value_dim, new=1, pages=16, learned=False, selected=16):
     """Launch every kernel: of layers of three branches, also with an index, with that alone, dense, and of a window."""
     from trifocal.ops.decode.caches import Index, LearnedCompressor
     from trifocal.ops.decode.triton import append, attention
 
-    geometry, size = Geometry(num_selected_blocks=selected), 256
-
-    def empty(*shape, dtype=dtype):
-        return torch.empty(shape, device="meta", dtype=dtype)
+    geometry, size, batch = Geometry(num_selected_blocks=selected), 256, 64
 
     def both(*shape):
         return empty(*shape, dim), empty(*shape, value_dim)
@@ -58,18 +65,15 @@ def decode_step(
     attention.decode_dense_attention(q, window, sequences, rotary, 300, 0.1)
 
 
-def prompt_chunk(heads, groups, dim, value_dim, length=1024, dtype=torch.bfloat16):
+def prompt_chunk(heads, groups, dim, value_dim):
     """Append a chunk with a past and one without, of all branches and an index, and compressed blocks."""
     from trifocal.ops.decode.caches import NewRows, Place
     from trifocal.ops.decode.triton import append_chunk as kernels
 
-    def empty(*shape, dtype=dtype):
-        return torch.empty(shape, device="meta", dtype=dtype)
-
     def rotary(width):
         return (empty(4096, width // 2, dtype=torch.float32),) * 2
 
-    place = Place(*(empty(size, dtype=torch.int64) for size in (1, 1, 16)))
+    place, length = Place(*(empty(size, dtype=torch.int64) for size in (1, 1, 16))), 1024
     for first in (0, length):
         rows = {"q": NewRows(empty(1, length, heads, dim), first, rotary(dim))}
         blocks = {}

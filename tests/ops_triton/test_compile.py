@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.ops_triton.compilation import SHARED_MEMORY, Call, compile_in_subprocess
+from tests.ops_triton.decode_calls import decode_step, empty, meta_documents, num_compressed, prompt_chunk
 from trifocal import ops
 from trifocal.ops.geometry import Geometry
 
@@ -24,12 +25,10 @@ def calls(part):
     For Hopper the shapes of production (64 wide) and of the paper (192 wide); for Ampere, which has less memory and
     never runs the GPU tests, the benchmarked shapes and fp32 too. Other calls are there for the choice of kernels.
     """
-    from tests.ops_triton.decode_calls import decode_step, prompt_chunk
     from tests.ops_triton.forced import order_rule
     from trifocal.ops import dispatch
     from trifocal.ops.decode.triton.draw_tokens import draw_tokens
     from trifocal.ops.decode.triton.linear import embedding, linear
-    from trifocal.ops.layout import Documents
     from trifocal.ops.triton.choice_loss import index_loss_backward, index_loss_forward
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.index_scoring import select_blocks_by_index_forward
@@ -40,18 +39,11 @@ def calls(part):
     from trifocal.ops.triton.selected.backward import selected_backward
     from trifocal.ops.triton.selected.forward import selected_forward
 
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, device="meta", dtype=dtype)
-
-    def documents_of(length, packed):
-        return Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length))) if packed else None
-
     def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False):
         geometry, length = Geometry(), 1024
-        documents = documents_of(length, packed)
+        documents = meta_documents(length, packed)
         q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
-        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
-        size = length if branch == "win" else size
+        size = length if branch == "win" else num_compressed(geometry, length, packed)
         k, v = empty(1, size, groups, dim, dtype=dtype), empty(1, size, groups, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
         if branch == "win":
@@ -63,7 +55,7 @@ def calls(part):
 
     def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, part_queries=None):
         geometry, length = Geometry(), 4096
-        documents = documents_of(length, packed)
+        documents = meta_documents(length, packed)
         q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
         k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
@@ -77,18 +69,18 @@ def calls(part):
 
     def scoring(heads, groups, dim, packed=False, geometry=None, length=16384):
         geometry = geometry or Geometry()
-        documents = documents_of(length, packed)
-        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+        documents = meta_documents(length, packed)
+        size = num_compressed(geometry, length, packed)
         q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
         select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
 
     def index_scoring(packed=False, geometry=None):
-        documents, geometry, length = documents_of(16384, packed), geometry or Geometry(), 16384
+        documents, geometry, length = meta_documents(16384, packed), geometry or Geometry(), 16384
         select_blocks_by_index_forward(empty(1, length, 4, 64), empty(1, length, 64), geometry, documents)
 
     def teaching(heads, groups, dim, packed=False, blocks=256):
         length = 64 * blocks
-        documents = documents_of(length, packed)
+        documents = meta_documents(length, packed)
         tokens, k_idx = empty(1, 256, dtype=torch.int64), empty(1, length, 64)
         q, k, q_idx = (empty(1, length, *sizes) for sizes in ((heads, dim), (groups, dim), (groups, 64)))
         eligible, rules = empty(1, 256, dtype=torch.bool), (Geometry(), blocks, 1e-6, 1e-9, documents)
@@ -97,8 +89,8 @@ def calls(part):
 
     def compression(dim, dtype=torch.bfloat16, packed=False, geometry=None):
         geometry, length = geometry or Geometry(), 1024
-        documents = documents_of(length, packed)
-        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+        documents = meta_documents(length, packed)
+        size = num_compressed(geometry, length, packed)
         mean_compress_forward(empty(2, length, 4, dim, dtype=dtype), geometry, size, documents)
         mean_compress_backward(empty(2, size, 4, dim, dtype=dtype), geometry, length, documents)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests import warm
-from tests.children import environment, wait_for_end
 from tests.devices import needs_gpu
+from tests.ops_triton.compilation import _record, run_module
+from tests.ops_triton.decode_calls import empty, meta_documents, num_compressed
 from tests.ops_triton.problems import PAPER, documents_of, draw, large
 from trifocal import nsa_attention
 from trifocal.ops import Geometry, pipeline
@@ -33,19 +33,13 @@ def asked_for(length, groups, packed, given):
 
     from triton.runtime.jit import JITFunction
 
-    from tests.ops_triton.compilation import _record
-    from trifocal.ops.geometry import Geometry
-    from trifocal.ops.layout import Documents
     from trifocal.ops.pipeline import precompile_kernels
-
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, device="meta", dtype=dtype)
 
     geometry = Geometry()
     q, keys = empty(1, length, 32, 128), empty(1, length, groups, 128)
-    size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+    size = num_compressed(geometry, length, packed)
     branches = (*(empty(1, size, groups, 128) for _ in range(2)), keys, keys, keys, keys)
-    documents = Documents(*(empty(n, dtype=torch.int32) for n in (4, length, length))) if packed else None
+    documents = meta_documents(length, packed)
     choice = empty(1, length, groups, 16, dtype=torch.int32) if given else None
     found = []
 
@@ -69,14 +63,8 @@ def asked_for(length, groups, packed, given):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("precompile")
-    variables = environment()
-    variables.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.ops_triton.test_precompile"]
-    with (folder / "out").open("wb") as out, (folder / "error").open("wb") as error:
-        process = warm.popen(command, stdout=out, stderr=error, env=variables)
-    assert wait_for_end(process, 240) == 0, (folder / "error").read_text()[-2000:]
-    return json.loads((folder / "out").read_text())
+    [names] = run_module("tests.ops_triton.test_precompile", folder=tmp_path_factory.mktemp("precompile"))
+    return names
 
 
 @pytest.mark.parametrize("case", CASES)
