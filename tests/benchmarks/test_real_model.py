@@ -2,15 +2,10 @@
 
 import json
 
-import torch
-
 from tests.children import load_script
-from tests.train.tiny import write_documents
+from tests.train.tiny import write_documents, write_model
 from trifocal.cli import sparsify
-from trifocal.data import make_tokenizer
 from trifocal.doctor.measured import Need
-from trifocal.models import save_weights
-from trifocal.testing.small_models import make_model, small_config
 
 real_model = load_script("benchmarks/real_model.py")
 SIZES = "--steps 2 --index-steps 2 --batch 1 --length 64 --blocks 4 --block-size 8 --sequences 2 --held-out 0.3 --plain"
@@ -22,10 +17,7 @@ def test_every_kind_of_row_is_made_once(tmp_path, monkeypatch):
     need = Need(name="", parameters=1, state_bytes=1, disk_bytes=1, step_seconds=0.1)
     monkeypatch.setattr(sparsify, "need_of", lambda name, config: need)
     monkeypatch.setattr(real_model, "_NEW_TOKENS", 2)
-    dense = tmp_path / "dense"
-    config = small_config(attention="dense", vocab_size=257, num_heads=2)
-    save_weights(make_model(config, torch.device("cpu")), dense, max_position_embeddings=64)
-    make_tokenizer("bytes").save(dense)
+    dense = write_model(tmp_path / "dense", longest=64, num_heads=2)
     data = f"text:{write_documents(tmp_path / 'text')}"
     words = [str(dense), str(tmp_path / "out"), "--data", data, *SIZES.split(), "--geometry", *BLOCKS.split()]
     words += ["--rows", *ROWS, "--results", str(tmp_path / "results"), "--device", "cpu"]

@@ -12,7 +12,7 @@ import torch
 
 from tests.cli.test_commands import refused
 from tests.data.test_tokenizers import tokenizer_file
-from tests.train.tiny import write_config, write_documents
+from tests.train.tiny import write_config, write_documents, write_model
 from trifocal import load_model
 from trifocal.cli import main
 from trifocal.cli.generate_model import GenerateArguments, load
@@ -89,11 +89,9 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(tmp_path, tokenize
 
 
 def test_an_index_is_taught_with_the_model_frozen(tmp_path, capsys):
-    dense, out, run = tmp_path / "dense", tmp_path / "out", tmp_path / "index"
+    out, run = tmp_path / "out", tmp_path / "index"
     # An index can do what its attention does, which is far from uniform.
-    config = small_config(attention="dense", vocab_size=257, num_heads=2, num_layers=4, unrotated_layers=(0, 1, 3))
-    save_weights(make_model(config, torch.device("cpu")), dense)
-    make_tokenizer("bytes").save(dense)
+    dense = write_model(tmp_path / "dense", num_heads=2, num_layers=4, unrotated_layers=(0, 1, 3))
     assert main(["convert", str(dense), str(out), "--to", "mix", *SMALL, *ONE_LOCAL]) == 0
     told = capsys.readouterr().out
     # The two commands that it prints, made quick.

@@ -9,21 +9,18 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.cli.test_commands import refused
-from tests.train.tiny import write_documents
+from tests.train.tiny import write_documents, write_model
 from trifocal import load_model, load_tokenizer
 from trifocal.cli import main, sparsify
 from trifocal.cli import train as train_command
 from trifocal.cli.flags import parse_arguments
-from trifocal.data import DataConfig, make_tokenizer
+from trifocal.data import DataConfig
 from trifocal.doctor.measured import Need
 from trifocal.errors import UserError
-from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_evaluation
-from trifocal.testing.small_models import make_model, small_config
 from trifocal.train import RunConfig, saving
 from trifocal.train.loop import TrainResult
 from trifocal.train.run_folder import RunLock, load_run
@@ -37,11 +34,7 @@ SHORT += ["--validation-fraction", "0.3", "--device", "cpu"]
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     """A dense model of bytes."""
-    folder = tmp_path_factory.mktemp("dense") / "dense"
-    config = small_config(attention="dense", vocab_size=257, num_heads=2)
-    save_weights(make_model(config, torch.device("cpu")), folder, max_position_embeddings=128)
-    make_tokenizer("bytes").save(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp("dense") / "dense", num_heads=2)
 
 
 @pytest.fixture(autouse=True)
@@ -288,15 +281,10 @@ def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     bare, narrow = shutil.copytree(dense, tmp_path / "bare"), tmp_path / "narrow"
     (bare / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refused(capsys, "sparsify", str(bare), *arguments(dense, tmp_path)[1:])
-    config = small_config(attention="dense", vocab_size=200)
-    save_weights(make_model(config, torch.device("cpu")), narrow, max_position_embeddings=128)
-    make_tokenizer("bytes").save(narrow)
+    write_model(narrow, vocab_size=200)
     message = refused(capsys, "sparsify", str(narrow), str(tmp_path / "third"), *arguments(dense, tmp_path)[2:])
     assert "tokenizer bytes has 257 tokens, the model's vocab_size is 200" in message
-    sparse = tmp_path / "sparse"
-    config = small_config(attention="selected", vocab_size=257)
-    save_weights(make_model(config, torch.device("cpu")), sparse, max_position_embeddings=128)
-    make_tokenizer("bytes").save(sparse)
+    sparse = write_model(tmp_path / "sparse", attention="selected")
     message = refused(capsys, "sparsify", str(sparse), str(tmp_path / "fourth"), *arguments(dense, tmp_path)[2:])
     assert "sparse has no dense layer to make sparse: all are of the type selected" in message
     (tmp_path / "full").mkdir()

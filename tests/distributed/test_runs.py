@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from tests.distributed.workers import train
-from tests.train.tiny import assert_same_tensors, read_checkpoint, write_config, write_documents
+from tests.train.tiny import assert_same_tensors, read_checkpoint, write_config, write_documents, write_model
 from trifocal import load_model
-from trifocal.models import save_weights
 from trifocal.runlog import read_metrics
-from trifocal.testing.small_models import make_model, small_config
 
 FLAGS = ("--log.sample_interval_steps", "3", "--log.sample_tokens", "4", "--checkpoint.keep_last", "4",
          "--data.streams", "2")  # fmt: skip
@@ -74,10 +72,9 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path):
     """The queries, their loss and its scale: two processes, and two sharded and recorded ones; and what is learned from
     a frozen model meanwhile, on two sources.
     """
-    frozen = make_model(small_config(attention="dense", vocab_size=257), torch.device("cpu"))
-    save_weights(frozen, tmp_path / "frozen")
+    frozen = write_model(tmp_path / "frozen")
     flags = ("--model.chooser", "index", "--train.choice_loss_weight", "0.5", "--train.choice_loss_sample", "0.5")
-    flags = (*flags, "--log.sample_interval_steps", "0", "--distill.from", str(tmp_path / "frozen"))
+    flags = (*flags, "--log.sample_interval_steps", "0", "--distill.from", str(frozen))
     sources = [f"text:{write_documents(tmp_path / name, count)}" for name, count in (("first", 24), ("second", 12))]
     flags = (
         *flags,

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from tests.cli.test_commands import refused
+from tests.train.tiny import write_model
 from trifocal.cli import main
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.evaluation import ruler
 from trifocal.evaluation.ruler import RULER_TASKS, make_samples, measure_ruler, score_answer
 from trifocal.evaluation.subject import Subject, TooShort
-from trifocal.models import save_weights
-from trifocal.testing.small_models import make_model, small_config
 
 pytest.importorskip("lm_eval")
 
@@ -163,9 +162,7 @@ def test_the_error_is_that_of_the_mean(monkeypatch):
 
 def test_a_model_is_measured_by_the_command(tmp_path, capsys):
     """Without any text; a model that has learned nothing finds nothing."""
-    folder, file = tmp_path / "model", tmp_path / "figures.json"
-    save_weights(make_model(small_config(attention="dense", vocab_size=257), CPU), folder, max_position_embeddings=256)
-    make_tokenizer("bytes").save(folder)
+    folder, file = write_model(tmp_path / "model", longest=256), tmp_path / "figures.json"
     arguments = ["evaluate", str(folder), "--only", "ruler", "--lengths", "700,800", "--samples", "2"]
     arguments += ["--ruler-tasks", "fwe", "--device", "cpu"]
     assert main([*arguments, "--output", str(file)]) == 0

@@ -6,6 +6,9 @@ import warnings
 import torch
 import torch.distributed.checkpoint as dcp
 
+from trifocal.data import make_tokenizer
+from trifocal.models import save_weights
+from trifocal.testing.small_models import make_model, small_config
 from trifocal.train import load_config
 from trifocal.train.step.step import TrainStep
 
@@ -74,6 +77,14 @@ def write_documents(folder, count=24):
     for index in range(count):
         words = generator.choices(WORDS, k=generator.randint(4, 30))
         (folder / f"{index:02}.txt").write_text(" ".join(words) + "\n")
+    return folder
+
+
+def write_model(folder, *, longest=128, attention="dense", vocab_size=257, **changes):
+    """A small model, and the tokenizer of bytes beside it; the folder."""
+    model = make_model(small_config(attention=attention, vocab_size=vocab_size, **changes), torch.device("cpu"))
+    save_weights(model, folder, max_position_embeddings=longest)
+    make_tokenizer("bytes").save(folder)
     return folder
 
 
