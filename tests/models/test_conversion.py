@@ -94,6 +94,15 @@ def ours(config, tensors):
     return model
 
 
+def drawn_tokens(rows=2):
+    return torch.randint(53, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def assert_near(found, expected):
+    """Both add up in fp32, in another order; angles are in fp64 here and in fp32 in transformers."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+
+
 def logits(model, tokens):
     with torch.no_grad():
         found = model(tokens)
@@ -104,29 +113,26 @@ def logits(model, tokens):
 def test_logits_are_those_of_transformers(tmp_path, case):
     kind, changes = CASES[case]
     model = theirs(kind, tmp_path, **changes)
-    tokens = torch.randint(53, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens = drawn_tokens()
     expected = logits(model, tokens)
     config, tensors = read_hf_model(tmp_path)
-    size = expected.abs().max().item()
-    assert size > 1
+    assert expected.abs().max() > 1
     for dense_layers in ((1,), (0, 1, 2)):
         wanted = (
             config
             if len(dense_layers) == 3
             else converted_config(config, "selected", COVERING, dense_layers=dense_layers)
         )
-        given = logits(ours(wanted, convert_tensors(tensors, wanted)), tokens)
-        # Both add up in fp32, in another order; angles are in fp64 here and in fp32 there.
-        torch.testing.assert_close(given, expected, rtol=0, atol=2e-5 * size)
+        assert_near(logits(ours(wanted, convert_tensors(tensors, wanted)), tokens), expected)
     with torch.no_grad():
         packed = ours(config, tensors)(tokens.view(1, -1), cu_seqlens=torch.tensor([0, LENGTH, 2 * LENGTH]))
-    torch.testing.assert_close(packed.view_as(expected), expected, rtol=0, atol=2e-5 * size)
+    assert_near(packed.view_as(expected), expected)
 
 
 @pytest.mark.parametrize(("kind", "shared_kv"), [("Qwen2", False), ("Qwen2", True), ("Olmo2", False)])
 def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path, kind, shared_kv):
     model = theirs(kind, tmp_path, **TOKENS)
-    tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens = drawn_tokens(1)
     config, tensors = read_hf_model(tmp_path)
     # Blocks of one token: each branch reads all of the past.
     everything = Geometry(1, 1, 1, num_selected_blocks=LENGTH, window_size=LENGTH)
@@ -134,8 +140,7 @@ def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path, kind, shar
     assert wanted.layer_types == ("dense", "nsa", "nsa") and wanted.qkv_bias == (kind == "Qwen2")
     converted = ours(wanted, convert_tensors(tensors, wanted))
     # Three equal branches with gates of one third are dense attention.
-    expected = logits(model, tokens)
-    torch.testing.assert_close(logits(converted, tokens), expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+    assert_near(logits(converted, tokens), logits(model, tokens))
     copies = converted.blocks[1].attention.k_proj.weight.chunk(1 if shared_kv else 3)
     assert all(torch.equal(copy, tensors["blocks.1.attention.k_proj.weight"]) for copy in copies)
     converted(tokens, tokens).backward()
@@ -219,11 +224,8 @@ def test_a_mistral_has_the_layers_that_its_file_names(tmp_path):
     _edit(layer_types=["sliding_attention", "full_attention", "sliding_attention"])(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     config, tensors = read_hf_model(tmp_path)
-    tokens = torch.randint(53, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    expected = logits(model, tokens)
-    torch.testing.assert_close(
-        logits(ours(config, tensors), tokens), expected, rtol=0, atol=2e-5 * expected.abs().max()
-    )
+    tokens = drawn_tokens()
+    assert_near(logits(ours(config, tensors), tokens), logits(model, tokens))
 
 
 def test_tied_embeddings_may_be_stored_twice_if_they_are_equal(folder, tmp_path):

@@ -48,7 +48,6 @@ def calls(inputs, **given):
         ({"gates": INPUTS.gates[..., :2]}, "gates must have the shape [B, T, H, 3] = [2, 20, 6, 3], got [2, 20, 6, 2]"),
         ({"selected_blocks": CHOSEN[:, :, :1]}, "with [B, T, G] = [2, 20, 2], got [2, 20, 1, 3]"),
         ({"selected_blocks": CHOSEN.float()}, "selected_blocks must be of int32 or int64, got torch.float32"),
-        ({"num_keys": 20.0}, "num_keys must be an integer, got 20.0"),
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
         ({"scale": float("nan")}, "scale must be finite, got nan"),
@@ -57,14 +56,10 @@ def calls(inputs, **given):
     ],
 )
 def test_nsa_attention(changes, message):
-    changes = dict(changes)
-    if "num_keys" in changes:
-        with refused(message):
-            ops.compressed_attention(*INPUTS[:3], USUAL, **changes)
-        return
-    tensors = {name: changes.pop(name) for name in INPUTS._fields if name in changes}
+    tensors = {name: value for name, value in changes.items() if name in INPUTS._fields}
+    others = {name: value for name, value in changes.items() if name not in tensors}
     with refused(message):
-        nsa_attention(*INPUTS._replace(**tensors), **{"geometry": USUAL, **changes})
+        nsa_attention(*INPUTS._replace(**tensors), **{"geometry": USUAL, **others})
 
 
 def test_every_tensor_is_checked():
@@ -73,6 +68,8 @@ def test_every_tensor_is_checked():
             nsa_attention(*INPUTS._replace(**{name: None}), USUAL)
     with refused("lse must have the shape [B, T, H] = [2, 20, 6], got [2, 6, 20]"):
         ops.select_blocks(*INPUTS[:2], LSE.transpose(1, 2), USUAL)
+    with refused("num_keys must be an integer, got 20.0"):
+        ops.compressed_attention(*INPUTS[:3], USUAL, num_keys=20.0)
     with refused("x must have the shape [B, S, G, D], got [20, 2, 8]"):
         ops.mean_compress(INPUTS.k_slc[0], USUAL)
     with refused("k must have the shape [B, S, G, D], got [20, 2, 8]"):

@@ -305,17 +305,17 @@ def test_only_what_a_run_does_not_have_is_advised(make_run):
 
 def advice_on_speed(run, train):
     """The sentence about the speed of a slow run with these settings of training."""
-    rewrite_training(run, lambda row: row.update(executed_mfu=0.05))
+    rewrite_rows(run, lambda row: row.update(executed_mfu=0.05))
     lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
     config = (run / "config.toml").read_text().replace("[train]\n", f"[train]\n{lines}")
     (run / "config.toml").write_text(config)
     return summarise(read_run(run))[3].text
 
 
-def rewrite_training(run, change):
+def rewrite_rows(run, change, kinds=("train", "evaluation")):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
-        if row["kind"] in ("train", "evaluation"):
+        if row["kind"] in kinds:
             change(row)
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -340,13 +340,13 @@ def spiking(steps):
 )
 def test_a_finding_has_its_evidence(make_run, change, finding, mark, said):
     run = make_run(steps=2000)
-    rewrite_training(run, change)
+    rewrite_rows(run, change)
     assert marks(run)[finding] == mark and said in words(run)
 
 
 def test_longer_training_is_advised_only_at_the_end(make_run):
     run = make_run(steps=2000)
-    rewrite_training(run, evaluated(lambda step: 4.0 - step / 1000))
+    rewrite_rows(run, evaluated(lambda step: 4.0 - step / 1000))
     assert "Train longer" in words(run)
     (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 2000", "steps = 9000"))
     assert "Train longer" not in words(run) and "It is still falling." in words(run)
@@ -365,12 +365,9 @@ def test_warnings_and_lost_losses_are_unhealthy(make_run):
 
 def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run):
     run = make_run(steps=300)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        if row["kind"] == "telemetry":
-            row |= {"choice_recall": None, "recall_by_chance": None}
-            row |= {"exact_mass_by_distance": [None] * 6, "held_mass_by_distance": [None] * 6}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    unknown = {"choice_recall": None, "recall_by_chance": None}
+    unknown |= {"exact_mass_by_distance": [None] * 6, "held_mass_by_distance": [None] * 6}
+    rewrite_rows(run, lambda row: row.update(unknown), ["telemetry"])
     charts = {chart.key: chart for chart in attention_charts(read_run(run))}
     assert not {"recall", "recall_distance"} & set(charts)
     assert "gates are open" in words(run) and "exact choice" not in words(run)
