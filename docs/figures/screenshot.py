@@ -41,13 +41,9 @@ def shoot(run: Path, target: Path) -> None:
               const attention = document.getElementById('attention');
               attention.querySelector('.charts').remove();
               while (attention.nextElementSibling) attention.nextElementSibling.remove();
-              attention.querySelector('details').remove();
               for (const part of document.querySelectorAll('nav, .tiles, #attention h2')) part.remove();
               attention.style.marginTop = '14px';
               document.querySelector('.reader pre.text').style.maxHeight = '250px';
-              const layer = document.querySelector('.picture .layer');
-              layer.value = 1;
-              layer.dispatchEvent(new Event('input'));
               const row = document.querySelector('.picture .row');
               row.value = Math.round(0.8 * row.max);
               row.dispatchEvent(new Event('input'));
@@ -67,12 +63,12 @@ def shoot_server(target: Path) -> None:
     found = open_pretrained(DEMO_FOLDER)
     model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
     with (
-        serving(model.eval(), tokenizer, max_length=length or 512) as served,
+        serving(model.eval(), tokenizer, max_length=length or 512, name="demo") as served,
         tempfile.TemporaryDirectory() as folder,
         Browser(executable, Path(folder)) as browser,
     ):
         browser.open(served.url, width=900)
-        browser.evaluate("document.getElementById('temperature').value = 0.5")
+        browser.evaluate("document.getElementById('temperature').value = 0.8")
         browser.evaluate("document.getElementById('length').value = 250")
         browser.call("Input.insertText", text=_PROMPT)
         browser.press("Enter", control=True)

@@ -114,6 +114,8 @@ def test_layer_group_and_step_of_the_picture_can_be_chosen(opened):
     assert opened.evaluate(script) == ["200", TEXT[3] if TEXT[3].strip() else "\N{MIDDLE DOT}"]
     assert "hold 100 %" in opened.evaluate("document.querySelector('.reader-head').textContent")
     assert opened.evaluate("document.querySelectorAll('.text .win').length") == 0, "the layer has no window"
+    legend = opened.evaluate("document.querySelector('.picture .legend').innerText")
+    assert "selected" in legend and "window" not in legend
     assert opened.problems == []
 
 

@@ -84,13 +84,14 @@ def serving(
     allowed_origins=(),
     chats=False,
     max_sequences=SEQUENCES,
+    name="tiny",
     **options,
 ):
     """A server in a thread."""
     tokenizer = tokenizer or make_tokenizer("bytes")
     model = caches(decoder, max_sequences, **options)
     most = max_sequences + max_waiting
-    service = Service("tiny", tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, most, chats)
+    service = Service(name, tokenizer, decoder.config.vocab_size, model.max_length, max_sequences, most, chats)
     worker = Worker(Engine(model, tokenizer), model, max_open=most)
     pictures = Pictures(lambda: decoder, tokenizer, model.dtype)
     app = make_app(service, worker, pictures, api_key=api_key, allowed_origins=allowed_origins)

@@ -72,8 +72,9 @@ const makePicture = (box) => {
   const draw = (colours, layoutOf, config) => {
     palette = colours;
     const maps = mapsOf(), scale = scales(), axis = { nticks: 4, showgrid: false, zeroline: false };
-    for (const div of box.querySelectorAll(".map"))
-      div.closest("figure").hidden = !(div.dataset.map === "win" ? hasWindow() : isRecorded());
+    const drawn = (name) => name === "win" ? hasWindow() : isRecorded();
+    for (const div of box.querySelectorAll(".map")) div.closest("figure").hidden = !drawn(div.dataset.map);
+    for (const words of box.querySelectorAll("[data-of]")) words.hidden = !drawn(words.dataset.of);
     find("[data-map=win]").closest("figure").querySelector("b").textContent = window() < total ? "Window" : "All tokens";
     return Promise.all(visibleMaps().map(async (div) => {
       const name = div.dataset.map, top = name === "slc" ? 2 : 1;

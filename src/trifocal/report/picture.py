@@ -62,8 +62,9 @@ value="{frames}"><output class="frame-label"></output></label></div>
 <div class="reader"><div class="controls"><label>query <input type="range" class="row" min="0"
 max="{len(last.queries) - 1}" value="{len(last.queries) - 1}"></label><output class="soft reader-head"></output></div>
 <div class="gates"></div>
-<p class="soft legend"><span class="sample-cmp">shaded</span> high score ·
-<span class="sample-slc">underlined</span> selected · <span class="sample-win">overlined</span> window ·
+<p class="soft legend"><span data-of="slc"><span class="sample-cmp">shaded</span> high score ·
+<span class="sample-slc">underlined</span> selected · </span>
+<span data-of="win"><span class="sample-win">overlined</span> window · </span>
 <span class="sample-unread">faint</span> future or another document</p>
 <pre class="text" tabindex="0" aria-label="The sequence, as the query sees it"></pre></div>
 <script type="application/json">{data}</script></div>"""
