@@ -22,12 +22,11 @@ COLOURS = {
     "index-l1": "#d2b4de", "selected-index": "#117a65", "mix": "#e74c3c", "mix-dense": "#e59866",
     "shared": "#8e44ad", "shared-random": "#e67e22",
 }  # fmt: skip
-PARTS = ("production", "production_8192", "production_32768", "seeds", "long", "recall", "needle")
+PARTS = ("production", "production_8192", "seeds", "long", "recall", "needle")
 _REGION = "<!-- {0} -->\n{1}<!-- end of {0} -->"
 _CAPTIONS = {
     "production": "validation loss of the production model over the run, and above the dense one by step",
     "production_8192": "validation loss on 8,192 tokens over the run, and by position above the dense one",
-    "production_32768": "validation loss on 32,768 tokens, behind 8,192, and by position above the dense one",
     "seeds": "validation loss of a small model and its baselines over the run, and by position above the dense one",
     "long": "validation loss on 32,768 tokens over the run, and by position above the dense one",
     "recall": "share of values recalled by the distance of their key, for each attention",
@@ -35,42 +34,34 @@ _CAPTIONS = {
 }
 
 
-def newest(part: str, results: Path = RESULTS) -> Path | None:
-    """The newest result file of a part; None if it was not measured."""
+def newest(part: str) -> Path:
+    """The newest result file of a part."""
     # Device and date have no underscores: the rows of 8,192 are not those of `production`.
     name = f"quality_{part}"
-    found = [path for path in results.glob(f"{name}_*.json") if path.stem.count("_") == name.count("_") + 2]
-    return max(found, key=lambda path: path.stem.rpartition("_")[2], default=None)
+    found = [path for path in RESULTS.glob(f"{name}_*.json") if path.stem.count("_") == name.count("_") + 2]
+    return max(found, key=lambda path: path.stem.rpartition("_")[2])
 
 
-def figures(results: Path = RESULTS) -> dict[str, Callable[[], Figure]]:
-    """The figures of the parts that were measured, by file name."""
+def figures() -> dict[str, Callable[[], Figure]]:
+    """The figures of the parts, by file name."""
     makers = {"recall": _draw_recall, "needle": _draw_needles}
     return {
-        f"quality_{part}.svg": partial(makers.get(part, _draw_losses), json.loads(path.read_text()))
+        f"quality_{part}.svg": partial(makers.get(part, _draw_losses), json.loads(newest(part).read_text()))
         for part in PARTS
-        if (path := newest(part, results)) is not None
     }
 
 
-def page(text: str, results: Path = RESULTS) -> str:
-    """The page with the tables of the newest results between its marks.
-
-    Args:
-        text: The page as it is.
-        results: Folder of the results.
-    """
+def page(text: str) -> str:
+    """The page with the tables of the newest results between its marks."""
     for part in PARTS:
         region = re.compile(_REGION.format(part, ".*?"), re.DOTALL)
-        content = _REGION.format(part, _content(part, newest(part, results)))
+        content = _REGION.format(part, _content(part, newest(part)))
         text, count = region.subn(lambda _, content=content: content, text)  # type: ignore[misc]
         assert count == 1, f"docs/quality.md lacks the marks of {part}"
     return text
 
 
-def _content(part: str, path: Path | None) -> str:
-    if path is None:
-        return "Not measured yet.\n"
+def _content(part: str, path: Path) -> str:
     result = json.loads(path.read_text())
     lines = [f"![{_CAPTIONS[part]}](figures/quality_{part}.svg)", ""]
     makers = {"recall": _recall_table, "needle": _needle_table}
@@ -180,9 +171,9 @@ def _draw_above_dense(axes: Axes, result: dict[str, Any]) -> None:
     axes.set(xlabel="position, from", ylabel="nats above dense", title="by position")
 
 
-def draw_time(results: Path = RESULTS) -> Figure:
+def draw_time() -> Figure:
     """Validation loss of the longest training in rows of 8,192 over the minutes of a GPU, at its tokens/s on one."""
-    result = json.loads(max(results.glob("longer_h200_*.json")).read_text())
+    result = json.loads(max(RESULTS.glob("longer_h200_*.json")).read_text())
     rows = [row for row in result["rows"] if row["row"] == 8192]
     rates = {row["attention"]: row["tokens_per_second"] for row in rows if row["gpus"] == 1 and row["steps"] == 4000}
     figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
