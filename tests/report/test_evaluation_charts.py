@@ -94,6 +94,7 @@ def test_the_model_beside_is_drawn_beside(tmp_path):
     assert [round(a - b, 6) for a, b in zip(own, beside, strict=True)] == [0.1] * 6
     figures = key_figures(read)
     assert figures["loss, beside SmolLM2"] == "1.5000, 1.4000" and figures["same likeliest token"] == "90.00%"
+    assert figures["divergence from it"] == "0.0500"
     # The model beside is broken.
     path.write_text(json.dumps(content | {"rows": [row | {"beside_loss": math.nan} for row in content["rows"]]}))
     broken = read_run(run)
@@ -108,6 +109,20 @@ def test_the_model_beside_is_drawn_beside(tmp_path):
     [chart] = [chart for chart in evaluation_charts([read]) if chart.key == "position"]
     assert [trace["name"] for trace in chart.traces] == ["256 tokens", "256 tokens, other"]
     assert key_figures(read)["loss, beside SmolLM2"] == "1.5000, 1.4000"
+
+
+def test_recall_of_the_choice_is_drawn_by_layer_and_source(tmp_path):
+    run = write_run(tmp_path / "sparse")
+    path = write_evaluation(run, 20)
+    content = json.loads(path.read_text())
+    for source in ("text:a", "text:b"):
+        figures = {"task": "choice", "length": 256, "recall_by_chance": 0.4, "source": source, "status": "ok"}
+        content["rows"] += [figures | {"layer": layer, "recall": 0.9 + layer / 100} for layer in (0, 3)]
+    path.write_text(json.dumps(content))
+    [chart] = [chart for chart in evaluation_charts([read_run(run)]) if chart.key == "choice"]
+    names = ["256 tokens of text:a", "256 tokens of text:b"]
+    assert [trace["name"] for trace in chart.traces[::2]] == names
+    assert [(trace["x"], trace["y"]) for trace in chart.traces[:2]] == [([0, 3], [0.9, 0.93]), ([0, 3], [0.4, 0.4])]
 
 
 def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path):

@@ -288,6 +288,25 @@ def test_a_recall_near_chance_is_too_early_to_tell(make_run):
         assert f"The choice finds {recall:.0%} of what the exact choice would; {said}" in summarise(run)[1].text
 
 
+def test_what_a_run_is_taught_decides_whether_it_learned(make_run):
+    """The loss on text does not fall where a model follows a frozen one, or an index alone is taught."""
+    run = read_run(make_run(steps=300))
+    rows = run.of_kind("train")
+    for number, row in enumerate(rows):
+        row |= {"loss": 1.8 + number / 1000, "divergence": 0.1 - number / 1000}
+    learned = summarise(run)[0]
+    assert learned.mark == "good" and "nats per token, went from 0.1 to 0.071" in learned.text
+    assert [trace["y"][0] for chart in training_charts([run]) if chart.key == "divergence" for trace in chart.traces]
+    for number, row in enumerate(rows):
+        row["divergence"] = 0.1 + number / 1000
+    assert summarise(run)[0].mark == "watch"
+    run.config["train"] = {"only": "chooser"}
+    for number, row in enumerate(rows):
+        row["choice_recall"] = [None, 0.5 + number / 100]
+    learned = summarise(run)[0]
+    assert learned.mark == "good" and "recall of the choice went from 0.5 to 0.79" in learned.text
+
+
 def test_only_what_a_run_does_not_have_is_advised(make_run):
     run, settings = make_run(steps=300, gpu=True), {"precision": "bf16", "compile": True}
     larger = {"micro_batch_size": 2, "global_batch_size": 8}

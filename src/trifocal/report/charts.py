@@ -54,9 +54,12 @@ def training_charts(runs: list[Run]) -> list[Chart]:
     memory = {"memory_allocated_bytes": "allocated", "memory_reserved_bytes": "reserved"}
     allocator = "On a GPU the allocator's figures, on a CPU the process's resident memory. It should be level."
     rate, tokens = {"learning_rate": ""}, {"tokens_per_second": ""}
+    followed = "Of the next token's distribution, in training: what a run learns that follows a frozen model."
+    nats = "nats per token"
     charts = [
         _loss(runs),
         _above_first(runs),
+        _curves(runs, "divergence", "Divergence from the frozen model", followed, {"divergence": ""}, nats),
         _curves(runs, "learning_rate", "Learning rate", "Warm-up, then the schedule.", rate, "", form="~g"),
         _gradient_norm(runs),
         _curves(runs, "throughput", "Throughput", "All ranks together, only in training steps.", tokens, "tokens/s"),

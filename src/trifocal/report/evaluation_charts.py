@@ -13,6 +13,7 @@ def evaluation_charts(runs: list[Run]) -> list[Chart]:
     """Charts of the last evaluation of each run, in the order of the page; empty if no run was evaluated."""
     charts = [
         _position(runs),
+        _choice(runs),
         *(_needle(run, index, len(runs)) for index, run in enumerate(runs)),
         _recall(runs),
         _distance(runs),
@@ -63,6 +64,25 @@ def _position(runs: list[Run]) -> Chart:
     }
     caption = "Validation loss by the number of tokens before. A curve that falls to its end makes use of all of them."
     return Chart("position", "Loss by position", caption, traces, layout, wide=len(runs) > 1, height=340)
+
+
+def _choice(runs: list[Run]) -> Chart:
+    traces: list[Trace] = []
+    for index, run in enumerate(runs):
+        rows = _rows(run, "choice", "layer", "recall", "recall_by_chance")
+        kinds = sorted({(row["length"], row.get("source", "")) for row in rows})
+        for number, kind in enumerate(kinds):
+            own = [row for row in rows if (row["length"], row.get("source", "")) == kind]
+            name = run.name if len(runs) > 1 else f"{kind[0]:,} tokens"
+            name += f" of {kind[1]}" if len({source for _, source in kinds}) > 1 else ""
+            layers = [row["layer"] for row in own]
+            colour, dash = _style(runs, index, number)
+            traces.append(_line(layers, [row["recall"] for row in own], name, colour, dash))
+            chance = _line(layers, [row["recall_by_chance"] for row in own], f"{name}, by chance", colour, "dot")
+            traces.append(chance | {"opacity": 0.5})
+    layout = {"xaxis": {"title": {"text": "layer"}, "dtick": 1}, "yaxis": _SHARE, "showlegend": True}
+    caption = "Mass of full attention that the chosen free blocks hold, as a share of the exact choice's."
+    return Chart("choice", "Recall of the choice by layer", caption, traces, layout)
 
 
 def _needle(run: Run, index: int, num_runs: int) -> Chart:

@@ -68,6 +68,8 @@ def _figures(run: Run) -> Table:
     losses = run.series("train", "loss")[1]
     if losses:
         grid.add_row("loss", Text.assemble((f"{losses[-1]:.4f}", "bold"), " nats per token"))
+    if divergences := run.series("train", "divergence")[1]:
+        grid.add_row("divergence", f"{divergences[-1]:.4f} nats per token from the frozen model")
     evaluations = run.series("evaluation", "validation_loss")[1]
     if evaluations:
         # Of a long log only the end is read, which may lack the best one.
