@@ -283,7 +283,10 @@ def test_a_source_that_is_no_model_is_one_line(dense, tmp_path, capsys):
     assert "has no tokenizer.json" in refused(capsys, "sparsify", str(bare), *arguments(dense, tmp_path)[1:])
     write_model(narrow, vocab_size=200)
     message = refused(capsys, "sparsify", str(narrow), str(tmp_path / "third"), *arguments(dense, tmp_path)[2:])
-    assert "tokenizer bytes has 257 tokens, the model's vocab_size is 200" in message
+    assert "tokenizer bytes has 257 tokens, the model 200: it is that of another model" in message
+    flags = ["--model.from", str(narrow), "--data.source", f"text:{tmp_path / 'text'}"]
+    message = refused(capsys, "train", *flags, "--run.directory", str(tmp_path / "run"))
+    assert f"name the tokenizer of {narrow} with --data.tokenizer" in message
     sparse = write_model(tmp_path / "sparse", attention="selected")
     message = refused(capsys, "sparsify", str(sparse), str(tmp_path / "fourth"), *arguments(dense, tmp_path)[2:])
     assert "sparse has no dense layer to make sparse: all are of the type selected" in message

@@ -16,7 +16,8 @@ class ModelArguments:
     """The model of a command, and its device."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """A run, also while it trains; one of its checkpoints; a folder of weights; or demo, that of the package."""
+    """A run, also while it trains; one of its checkpoints; a folder of weights, also a dense one of Hugging Face; or
+    demo, that of the package."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -55,8 +55,8 @@ class SourceReader:
         else:
             if tokenizer.vocab_size > vocab_size:
                 raise UserError(
-                    f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
-                    f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
+                    f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model {vocab_size}: it is that "
+                    "of another model"
                 )
             self.source, config = make_source(config, activity, split, bad)
             streams = _text_streams(self.source, tokenizer, config, activity, sequence_length, split)

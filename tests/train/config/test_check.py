@@ -42,6 +42,7 @@ GRADIENTS = ("--trace.what", "gradients")
         (("--train.choice_loss_weight", "1"), 'model.chooser is "compressed", and the loss teaches an "index"; set it'),
         ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
         (("--train.only", "chooser"), "trains only the index, and the model has none; set model.chooser"),
+        ((*INDEX, *SHORT, "--model.attention", "window"), "trains only the index, and no layer chooses blocks"),
         ((*INDEX, *SHORT), "the blocks cover all 24 tokens of .*such as --train.sequence_length 96"),
         ((*GRADIENTS, "--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
         ((*GRADIENTS, "--trace.steps", "0:3"), r"of steps, which count from 1, .*got \"0:3\""),

@@ -26,7 +26,7 @@ from trifocal.train.checkpoint.folders import checkpoint_step, find_checkpoint, 
 from trifocal.train.checkpoint.manifest import MANIFEST, read_manifest
 from trifocal.train.checkpoint.save_load import load_model_weights, model_differences, read_model_config
 from trifocal.train.config.sections import RunConfig
-from trifocal.train.run_folder import is_run, load_run, run_of
+from trifocal.train.run_folder import CONFIG_FILE, is_run, load_run, run_of
 
 DEMO = "demo"
 """Name of the model that comes with the package."""
@@ -219,6 +219,8 @@ def open_pretrained(path: Path, checkpoint: str = "") -> Pretrained:
         return Pretrained(found, run_of(path.parent.parent))
     if (path / "adapter_config.json").is_file():
         raise UserError(f"{path} has only an adapter; merge it into its model first (PEFT: merge_and_unload)")
+    if path.is_dir() and not (path / CONFIG_FILE).is_file():
+        raise UserError(f"there is no run at {path}, nor weights: it has no {CONFIG_FILE}, and no {MODEL_CONFIG_FILE}")
     config, weights, checkpoints = load_run(path), path / WEIGHTS, list_checkpoints(path / "checkpoints")
     newest = checkpoint_step(checkpoints[-1]) if checkpoints else weights_step(weights)
     if not checkpoint and (weights / MODEL_CONFIG_FILE).is_file() and weights_step(weights) == newest:

@@ -118,9 +118,12 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             )
         return
     if config.model.vocab_size < tokenizer.vocab_size:
+        advice = f"set it to at least {tokenizer.vocab_size}"
+        if config.model.from_:
+            advice = f"name the tokenizer of {config.model.from_} with --data.tokenizer"
         raise UserError(
             f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
-            f'data.tokenizer "{config.data.tokenizer}"; set it to at least {tokenizer.vocab_size}'
+            f'data.tokenizer "{config.data.tokenizer}"; {advice}'
         )
     # A data set may have a split for it.
     has_splits = all(part.parsed.kind == "hf" for part in config.data.parts)
@@ -157,9 +160,8 @@ def _check_choice_loss(config: RunConfig) -> None:
     if weight and model.untaught_choice:
         raise UserError(f"train.choice_loss_weight is {weight:g}, but {model.untaught_choice}; set it to 0")
     if config.train.only == "chooser" and not model.has_index:
-        raise UserError(
-            'train.only "chooser" trains only the index, and the model has none; set model.chooser to "index"'
-        )
+        why = 'the model has none; set model.chooser to "index"' if model.chooses_blocks else "no layer chooses blocks"
+        raise UserError(f'train.only "chooser" trains only the index, and {why}')
     covered = model.geometry.selected_tokens
     if config.train.only == "chooser" and config.train.sequence_length <= covered:
         raise UserError(
