@@ -1,5 +1,6 @@
 """Checks of the model: gradients with checkpointing, no look ahead, decoding, a gradient for every parameter."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ MIXED: dict[str, Any] = {
     "layer_types": ("selected", "window"),
     **dict.fromkeys(("qk_norm", "qkv_bias", "o_bias", "mlp_bias"), True),
 }
+# The attention of the presets that we recommend.
+MIX: dict[str, Any] = {"layer_types": ("window", "selected"), "chooser": "index"}
 # These norms are not joined with products.
 NORMS_AFTER: dict[str, Any] = dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True)
 
@@ -77,30 +80,30 @@ def _relative_difference(actual: Tensor | None, exact: Tensor | None) -> float:
 def future_leak(device: torch.device) -> Measurement:
     """Another token at position t changes no logit before t: in training, packed, in prefill and in decoding.
 
-    For every t at once, with caches for every fifth: row t of a batch gets another token at t. The figure counts the
-    logits before it that moved by a single bit. Bound: none.
+    For three branches and for the mix; for every t at once, with caches for every fifth: row t of a batch gets another
+    token at t. The figure counts the logits before it that moved by a single bit. Bound: none.
     """
-    config = small_config()
-    model = make_model(config, device, torch.float32)
-    length = 40
-    tokens = random_tokens((1, length), config.vocab_size, device).expand(length, -1)
-    changed = tokens.clone()
-    changed.diagonal().copy_((tokens.diagonal() + 1) % config.vocab_size)
-    # Row t, position s: outputs that may not change.
-    before = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
     moved: dict[str, int] = {}
-    alive = True
-    for name, every, logits in (
-        ("training", 1, lambda x: model(x)),
-        ("prefill in chunks", 5, lambda x: _decoded(model, x, length, chunk=7)),
-        ("decoding, 3 tokens a step", 5, lambda x: _decoded(model, x, 1, step=3)),
-    ):
-        with torch.no_grad():
-            difference = (logits(tokens[1::every]) != logits(changed[1::every])).any(-1)
-        moved[name] = int((difference & before[1::every]).sum())
-        own = torch.eye(length, dtype=torch.bool, device=device)[1::every]
-        alive &= bool(difference[own].all())
-    moved["packed documents"] = _packed_leaks(model, config, device)
+    alive, length = True, 40
+    for model_name, changes in (("nsa", {}), ("the mix", MIX)):
+        config = small_config(**changes)
+        model = make_model(config, device, torch.float32)
+        tokens = random_tokens((1, length), config.vocab_size, device).expand(length, -1)
+        changed = tokens.clone()
+        changed.diagonal().copy_((tokens.diagonal() + 1) % config.vocab_size)
+        # Row t, position s: outputs that may not change.
+        before = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
+        for name, every, logits in (
+            ("training", 1, lambda x, model=model: model(x)),
+            ("prefill in chunks", 5, lambda x, model=model: _decoded(model, x, length, chunk=7)),
+            ("decoding, 3 tokens a step", 5, lambda x, model=model: _decoded(model, x, 1, step=3)),
+        ):
+            with torch.no_grad():
+                difference = (logits(tokens[1::every]) != logits(changed[1::every])).any(-1)
+            moved[f"{model_name}, {name}"] = int((difference & before[1::every]).sum())
+            own = torch.eye(length, dtype=torch.bool, device=device)[1::every]
+            alive &= bool(difference[own].all())
+        moved[f"{model_name}, packed documents"] = _packed_leaks(model, config, device)
     if not alive:
         return Measurement(float("inf"), 0, "logits", ("a token's own logits did not move: not a model",))
     details = [f"{name}: {count}" for name, count in moved.items()]
@@ -146,7 +149,7 @@ def decode(device: torch.device) -> Measurement:
     prefilled in chunks. In float64. Bound: each layer may add the error that full coverage allows to one attention.
     """
     found = {}
-    for name, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("mixed", MIXED)):
+    for name, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("mixed", MIXED), ("the mix", MIX)):
         config = small_config(**changes)
         model = make_model(config, device, torch.float64)
         longest = 3 * max(config.geometry.selection_block_size, config.geometry.window_size)
@@ -164,14 +167,17 @@ def decode(device: torch.device) -> Measurement:
 
 
 def batch_invariance(device: torch.device) -> Measurement:
-    """A sequence decoded by itself and in a batch gives the same bits, for three models.
+    """A sequence decoded by itself and in a batch gives the same bits, for four models.
 
     Five sequences of other lengths, decoded one by one and then together, in fp32 by the code that `auto` chooses here.
     The figure counts the logits that differ by a single bit. Bound: none.
     """
     differ, details = 0, []
-    for name, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("norms behind", NORMS_AFTER)):
-        config = small_config(**changes, geometry=MINIMAL)
+    # Fewer blocks than the sequences have, so that some are chosen.
+    geometry = replace(MINIMAL, num_selected_blocks=3, num_local_blocks=1)
+    models = {"nsa": {}, "dense": {"attention": "dense"}, "norms behind": NORMS_AFTER, "the mix": MIX}
+    for name, changes in models.items():
+        config = small_config(**changes, geometry=geometry)
         model = make_model(config, device, torch.float32)
         lengths = (3, 17, 40, 64, 111)
         tokens = random_tokens((len(lengths), max(lengths) + 8), config.vocab_size, device)
