@@ -1,6 +1,7 @@
 """Every feature with every attention: what one has, all have, or it is refused in a line.
 
-Packed documents, checkpointing and counts are in tests/models, with the same layers.
+Gradients of packed documents, checkpointing and single formulas of counts are in tests/models, with the same layers;
+recorded steps are in tests/train/step.
 """
 
 import functools
@@ -13,7 +14,7 @@ from tests.attentions import ATTENTIONS
 from tests.distributed import context_worker
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
-from trifocal.models import DecoderLM
+from trifocal.models import DecoderLM, flops_per_token, load_weights, save_weights
 from trifocal.models.conversion import convert_tensors, converted_config
 from trifocal.report.picture import picture_card
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry
@@ -133,6 +134,46 @@ def test_conversion(attention):
     tokens = random_tokens((1, 70), 64, CPU)
     if target != "nsa":
         torch.testing.assert_close(after(tokens), before(tokens), rtol=0, atol=1e-9)
+
+
+@each
+@torch.no_grad()
+def test_packed_documents(attention):
+    """One longer than a window and all chosen blocks, one of a token."""
+    tokens, lengths = random_tokens((1, 70), 64, CPU), (45, 1, 24)
+    packed = model_of(attention)(tokens, cu_seqlens=torch.tensor([0, 45, 46, 70]))
+    alone = torch.cat([model_of(attention)(document) for document in tokens.split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-9)
+
+
+@each
+def test_export_and_transformers(attention, tmp_path):
+    """A folder is the model again, and generates with transformers' caches."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("trifocal.hf")
+    save_weights(model_of(attention), tmp_path)
+    config = load_weights(tmp_path).config
+    assert config.attention_of_layers == model_of(attention).config.attention_of_layers
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for prompt, expected in zip(prompts(), greedy(attention), strict=True):
+        tokens, options = torch.tensor([prompt]), {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+        found = model.generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, **options)
+        assert found[0, len(prompt) :].tolist() == expected
+
+
+@each
+def test_counts_are_those_of_the_layers(attention):
+    """A model's operations are the sum of its layers', an index only where one chooses; and the output's."""
+    config = model_of(attention).config
+    of_layers = [
+        flops_per_token(small_config(num_layers=1, attention=kind, chooser=config.chooser), 70)
+        for kind in config.attention_of_layers
+    ]
+    output = 2 * config.dim * config.vocab_size
+    found = flops_per_token(config, 70)
+    for name, times in (("executed_forward", 1), ("executed_training", 3), ("dense_equivalent_training", 3)):
+        expected = sum(getattr(layer, name) - times * output for layer in of_layers) + times * output
+        assert getattr(found, name) == pytest.approx(expected, rel=1e-12)
 
 
 def test_rows_in_other_files_have_every_column():
