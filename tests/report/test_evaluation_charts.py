@@ -111,6 +111,27 @@ def test_the_model_beside_is_drawn_beside(tmp_path):
     assert key_figures(read)["loss, beside SmolLM2"] == "1.5000, 1.4000"
 
 
+def test_each_source_has_its_line_and_its_figures(tmp_path):
+    run = write_run(tmp_path / "sparse")
+    path = write_evaluation(run, 20)
+    content = json.loads(path.read_text())
+    rows = [row for row in content["rows"] if row["task"] in ("loss", "position")]
+    for row in rows:
+        row |= {"beside_loss": row["loss"] - 0.1, "divergence": 0.05, "agreement": 0.9}
+    others = [row | {"source": "text:b", "loss": row["loss"] + 1, "divergence": 0.02} for row in rows]
+    path.write_text(json.dumps(content | {"beside": "models/SmolLM2", "rows": content["rows"] + others}))
+    read = read_run(run)
+    [chart] = [chart for chart in evaluation_charts([read]) if chart.key == "position"]
+    names = ["256 tokens of builtin", "256 tokens of text:b"]
+    assert [trace["name"] for trace in chart.traces] == [name + end for name in names for end in ("", ", SmolLM2")]
+    assert all(len(trace["x"]) == 6 for trace in chart.traces)
+    figures = key_figures(read)
+    assert figures["divergence from it, builtin"] == "0.0500" and figures["divergence from it, text:b"] == "0.0200"
+    # Of several runs, each line begins with the name of its run.
+    [chart] = [chart for chart in evaluation_charts([read, read]) if chart.key == "position"]
+    assert chart.traces[0]["name"] == "sparse, of builtin"
+
+
 def test_recall_of_the_choice_is_drawn_by_layer_and_source(tmp_path):
     run = write_run(tmp_path / "sparse")
     path = write_evaluation(run, 20)

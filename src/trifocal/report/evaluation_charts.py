@@ -30,17 +30,29 @@ def _rows(run: Run, task: str, *figures: str) -> list[Row]:
     return []
 
 
+def _kind(row: Row) -> tuple[int, str]:
+    return row["length"], row.get("source", "")
+
+
+def _kinds(rows: list[Row], run: str) -> dict[tuple[int, str], str]:
+    """The lengths and sources of rows, each with the name of its line, which begins with that of the run, if given."""
+    kinds = sorted({_kind(row) for row in rows})
+    lengths, sources = ({kind[part] for kind in kinds} for part in (0, 1))
+    names = {}
+    for length, source in kinds:
+        tokens = f"{length:,} tokens" if len(lengths) > 1 or not run else ""
+        of_source = f"of {source}" if len(sources) > 1 else ""
+        names[length, source] = ", ".join(filter(None, [run, f"{tokens} {of_source}".strip()]))
+    return names
+
+
 def _position(runs: list[Run]) -> Chart:
     traces: list[Trace] = []
     ends: set[int] = set()
     for index, run in enumerate(runs):
         rows = _rows(run, "position", "first", "end", "loss", "targets")
-        lengths = sorted({row["length"] for row in rows})
-        for number, length in enumerate(lengths):
-            own = sorted((row for row in rows if row["length"] == length), key=lambda row: row["first"])
-            name = f"{length:,} tokens" if len(runs) == 1 else run.name
-            if len(runs) > 1 and len(lengths) > 1:
-                name += f", {length:,} tokens"
+        for number, (kind, name) in enumerate(_kinds(rows, "" if len(runs) == 1 else run.name).items()):
+            own = sorted((row for row in rows if _kind(row) == kind), key=lambda row: row["first"])
             trace = _line([row["end"] for row in own], [row["loss"] for row in own], name, *_style(runs, index, number))
             ends |= {row["end"] for row in own}
             trace["text"] = [
@@ -70,11 +82,8 @@ def _choice(runs: list[Run]) -> Chart:
     traces: list[Trace] = []
     for index, run in enumerate(runs):
         rows = _rows(run, "choice", "layer", "recall", "recall_by_chance")
-        kinds = sorted({(row["length"], row.get("source", "")) for row in rows})
-        for number, kind in enumerate(kinds):
-            own = [row for row in rows if (row["length"], row.get("source", "")) == kind]
-            name = run.name if len(runs) > 1 else f"{kind[0]:,} tokens"
-            name += f" of {kind[1]}" if len({source for _, source in kinds}) > 1 else ""
+        for number, (kind, name) in enumerate(_kinds(rows, "" if len(runs) == 1 else run.name).items()):
+            own = [row for row in rows if _kind(row) == kind]
             layers = [row["layer"] for row in own]
             colour, dash = _style(runs, index, number)
             traces.append(_line(layers, [row["recall"] for row in own], name, colour, dash))

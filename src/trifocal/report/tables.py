@@ -37,10 +37,13 @@ def key_figures(run: Run) -> dict[str, str]:
     add("bits per byte, last", "evaluation", "bits_per_byte", lambda bits: f"{bits[-1]:.4f}")
     losses = [row for evaluation in run.evaluations for row in evaluation["rows"] if row["task"] == "loss"]
     # Without the rows of a model beside that is broken: a figure that is not finite is left out.
-    for row in [row for row in losses if {"agreement", "divergence", "loss", "beside_loss"} <= row.keys()][-1:]:
-        figures[f"loss, beside {Path(row['beside']).name}"] = f"{row['loss']:.4f}, {row['beside_loss']:.4f}"
-        figures["divergence from it"] = f"{row['divergence']:.4f}"
-        figures["same likeliest token"] = f"{row['agreement']:.2%}"
+    compared = [row for row in losses if {"agreement", "divergence", "loss", "beside_loss"} <= row.keys()]
+    of_sources = {row.get("source", ""): row for row in compared}
+    for source, row in of_sources.items():
+        of_source = f", {source}" if len(of_sources) > 1 else ""
+        figures[f"loss, beside {Path(row['beside']).name}{of_source}"] = f"{row['loss']:.4f}, {row['beside_loss']:.4f}"
+        figures[f"divergence from it{of_source}"] = f"{row['divergence']:.4f}"
+        figures[f"same likeliest token{of_source}"] = f"{row['agreement']:.2%}"
     for row in [row for evaluation in run.evaluations for row in evaluation["rows"] if row["task"] == "grade"][-1:]:
         figures[f"{row.get('name')}, bits per byte"] = f"{row.get('bits_per_byte', math.nan):.4f}"
     add("tokens/s, median", "train", "tokens_per_second", lambda rates: f"{statistics.median(rates):,.0f}")
