@@ -234,8 +234,8 @@ def converted(tokenizer, tmp_path_factory):
     return Path(sparse)
 
 
-@pytest.mark.parametrize("trl", [False, True], ids=["transformers, checkpointed", "TRL, LoRA"])
-def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, converted, tmp_path, trl):
+@pytest.mark.parametrize("trainer_of", ["transformers, checkpointed", "TRL", "TRL, LoRA"])
+def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, converted, tmp_path, trainer_of):
     """Nothing is asked of the user; a callback logs the recall."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_pretrained(converted).train()
@@ -248,7 +248,7 @@ def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, conve
                 torch.nn.init.normal_(part, std=0.2)
     common = {"max_steps": 24, "per_device_train_batch_size": 4, "save_strategy": "no"}
     callbacks = [ChoiceRecall()]
-    if not trl:
+    if not trainer_of.startswith("TRL"):
         arguments = transformers.TrainingArguments(
             str(tmp_path), gradient_checkpointing=True, learning_rate=0.03, **common, **QUIET
         )
@@ -257,7 +257,7 @@ def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, conve
             model, arguments, train_dataset=rows, data_collator=collator, callbacks=callbacks
         )
     else:
-        lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8)
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8) if "LoRA" in trainer_of else None
         arguments = SFTConfig(
             str(tmp_path), packing=True, max_length=64, bf16=False, learning_rate=0.03, **common, **QUIET
         )

@@ -11,7 +11,7 @@ from trifocal.inference import CachedModel
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.choice_teaching import ChoiceTeaching, eligible_queries
 from trifocal.ops import Geometry
-from trifocal.testing.small_models import MINIMAL, make_model, minimal_config, random_tokens, small_config
+from trifocal.testing.small_models import MINIMAL, MIX, make_model, minimal_config, random_tokens, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, error
 
 # The types of layers that no other model has, with all that dense models have.
@@ -19,8 +19,6 @@ MIXED: dict[str, Any] = {
     "layer_types": ("selected", "window"),
     **dict.fromkeys(("qk_norm", "qkv_bias", "o_bias", "mlp_bias"), True),
 }
-# The attention of the presets that we recommend.
-MIX: dict[str, Any] = {"layer_types": ("window", "selected"), "chooser": "index"}
 # These norms are not joined with products.
 NORMS_AFTER: dict[str, Any] = dict.fromkeys(("norm_after", "qk_norm", "qk_norm_all_heads"), True)
 

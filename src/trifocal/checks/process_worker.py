@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from trifocal.distributed.parallel import Mode, Parallel, parallelize
 from trifocal.distributed.processes import DistributedContext, hard_exit, processes_started
 from trifocal.models import DecoderLM
-from trifocal.testing.small_models import make_model, random_tokens, small_config
+from trifocal.nn.chooser import ChoosingAttention
+from trifocal.testing.small_models import MIX, make_model, random_tokens, small_config
 
 LENGTH = 40
 ROWS_PER_PROCESS = 2
@@ -29,7 +30,7 @@ _SEEDS = (1, 2)
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A way to take a step: `shards` processes share a copy under hsdp, `context` a sequence; `after`: gradients are
-    exchanged after backward, as recorded graphs need it.
+    exchanged after backward, as recorded graphs need it; `index`: of the mix, whose index every query teaches.
     """
 
     mode: Mode
@@ -42,11 +43,14 @@ class Case:
     reshard: bool = True
     after: bool = False
     context: int = 1
+    index: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
-        """fp64 where processes share sequences: there the products have other shapes, and round otherwise."""
-        return torch.float32 if self.context == 1 else torch.float64
+        """fp64 where processes share sequences: there the products have other shapes, and round otherwise; and where an
+        index chooses, by scores that rounding may exchange.
+        """
+        return torch.float64 if self.context > 1 or self.index else torch.float32
 
     @property
     def name(self) -> str:
@@ -142,10 +146,10 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str) -> None:
     torch.set_num_threads(1)
     with processes_started(torch.device(device), timeout_seconds=TIMEOUT_SECONDS) as processes:
         found = []
-        one: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
+        one: dict[tuple[int, torch.dtype, bool], list[list[Tensor]]] = {}
         for fields in cases:
             case = Case(**fields)
-            model = case.num_layers, case.dtype
+            model = case.num_layers, case.dtype, case.index
             if model not in one:
                 one[model] = gradients_of_one(case, processes)
             found.append(max(processes.gather(gradient_difference(case, processes, one[model]))))
@@ -155,7 +159,13 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str) -> None:
 
 
 def _model(case: Case, processes: DistributedContext) -> DecoderLM:
-    return make_model(small_config(num_layers=case.num_layers, backend="reference"), processes.device, case.dtype)
+    changes = MIX if case.index else {}
+    config = small_config(num_layers=case.num_layers, backend="reference", **changes)
+    model = make_model(config, processes.device, case.dtype)
+    for layer in model.attention_layers():
+        if isinstance(layer, ChoosingAttention):
+            layer.choice_loss_stretch = 1
+    return model
 
 
 def _tokens(processes: DistributedContext, seed: int) -> Tensor:

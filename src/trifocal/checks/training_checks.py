@@ -59,6 +59,7 @@ PARALLEL_CASES = (
     *(Case("fsdp", num_layers=layers, checkpointing=True) for layers in REPORTED_LAYERS),
     Case("fsdp", accumulation=2),
     Case("fsdp", checkpointing=True, reshard=False),
+    *(Case(mode, checkpointing=True, accumulation=2, index=True) for mode in ("ddp", "fsdp")),
     Case("ddp", context=2, checkpointing=True, accumulation=2),
     Case("ddp", context=2, after=True),
     Case("fsdp", context=2, checkpointing=True),

@@ -30,6 +30,9 @@ SMALL = Geometry(
 )
 """So small that a short sequence passes every boundary many times, and that most blocks are not chosen."""
 
+MIX: dict[str, Any] = {"layer_types": ("window", "selected"), "chooser": "index"}
+"""The attention of the presets that we recommend, in two layers."""
+
 
 def minimal_config(num_layers: int) -> ModelConfig:
     """The reported minimal model."""
