@@ -272,6 +272,16 @@ def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, conve
     assert len(of_layers) == 2 and recalls[-1] == pytest.approx(sum(of_layers) / 2)
 
 
+def test_who_asks_for_the_recall_of_frozen_indexes_is_told():
+    """LoRA on other layers freezes them."""
+    model = fresh_model(chooser="index").eval()
+    ChoiceRecall().on_train_begin(None, None, None, model=model)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    with pytest.warns(UserWarning, match="indexes of this model are frozen: .* LoRA trains them with"):
+        ChoiceRecall().on_train_begin(None, None, None, model=adapted)
+    ChoiceRecall().on_train_begin(None, None, None, model=fresh_model())
+
+
 def test_the_loss_of_the_choice_is_scaled_as_that_of_the_labels():
     """By the labels of all accumulated batches, and by what a loop does with the loss."""
     model = tiny_model().train()

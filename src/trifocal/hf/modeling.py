@@ -4,6 +4,7 @@ Modules and parameters have the names of `DecoderLM`, with transformers' `model.
 projection.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -402,6 +403,17 @@ class ChoiceRecall(TrainerCallback):
     Example:
         `Trainer(model, ..., callbacks=[ChoiceRecall()])`
     """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Warn of a model whose indexes are all frozen, as LoRA on other layers leaves them: there is no recall."""
+        layers = [layer for layer in given["model"].modules() if isinstance(layer, ChoosingAttention)]
+        weights = [weight for layer in layers if layer.index is not None for weight in layer.index.parameters()]
+        if weights and not any(weight.requires_grad for weight in weights):
+            warnings.warn(
+                "the indexes of this model are frozen: they learn nothing and have no choice_recall; LoRA trains them "
+                'with target_modules="all-linear" or modules_to_save=["index"]',
+                stacklevel=2,
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
         """Add the recall to a row of training figures, also where the trainer has kept it."""
