@@ -149,9 +149,11 @@ class Work:
         begins = folder / "converted"
         if row.convert and not begins.exists():
             _run("convert", str(self.dense), str(begins), *row.convert)
-        if "index" in row.convert and not (folder / "index" / "weights").exists():
+        if "index" in row.convert:
             only = ("--train.only", "chooser", "--train.choice_loss_sample", "1", "--lr", "1e-3")
-            self.train(folder / "index", ("--model.from", str(begins), *only), options.index_steps)
+            # A run writes its weights at its end.
+            if not (folder / "index" / "weights" / "config.json").exists():
+                self.train(folder / "index", ("--model.from", str(begins), *only), options.index_steps)
             begins = folder / "index"
         given = (
             ("--model.from", str(begins))
