@@ -12,8 +12,11 @@ import torch
 
 from tests.chat_data import write_tokenizer
 from tests.serve.servers import MAX_LENGTH, serving
+from trifocal import load_model
+from trifocal.cli import main
 from trifocal.data import make_tokenizer
 from trifocal.inference import Sampling
+from trifocal.models import save_weights
 from trifocal.serve.errors import ApiError
 from trifocal.serve.service import Service
 from trifocal.testing.small_models import make_model, small_config
@@ -135,6 +138,31 @@ def test_scores_are_those_of_the_model(served):
     assert "".join(event.choices[0].text for event in events) == whole.text
     parts = [value for event in events for value in event.choices[0].logprobs.token_logprobs]
     assert parts == whole.logprobs.token_logprobs
+
+
+@pytest.mark.parametrize("to", ["selected", "mix"])
+def test_a_converted_chat_model_answers(tmp_path, to):
+    """As the dense one where its blocks cover the chat; the second question goes on behind the first one's tokens."""
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path / "dense")))
+    changes = {"attention": "dense", "num_heads": 2, "num_layers": 4, "vocab_size": tokenizer.vocab_size}
+    dense = make_model(small_config(**changes), torch.device("cpu")).eval()
+    save_weights(dense, tmp_path / "dense", max_position_embeddings=MAX_LENGTH)
+    sizes = {"compression-block-size": 4, "compression-stride": 2, "selection-block-size": 8, "window-size": 96}
+    words = [word for name, value in sizes.items() for word in (f"--geometry.{name}", str(value))]
+    sparse = str(tmp_path / "sparse")
+    assert main(["convert", str(tmp_path / "dense"), sparse, "--to", to, "--chooser", "index", *words]) == 0
+    options = {"model": "tiny", "temperature": 0, "max_completion_tokens": 8}
+    answers = []
+    for decoder in (load_model(sparse).eval(), dense):
+        with serving(decoder, tokenizer, chats=True, spare_rows=4) as served, served.client() as client:
+            chat, found = [{"role": "user", "content": "Hi"}], []
+            for _ in range(2):
+                answer = client.chat.completions.create(messages=chat, **options)
+                found.append(answer.choices[0].message.content)
+                chat += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "So?"}]
+            assert answer.usage.prompt_tokens_details.cached_tokens >= 16
+            answers.append(found)
+    assert answers[0] == answers[1] and all(answers[0])
 
 
 def test_chats_by_the_template(tmp_path):
