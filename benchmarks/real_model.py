@@ -220,14 +220,12 @@ class Work:
         found = self.evaluate(
             row, folder, "--only", "ruler", "--lengths", str(length), "--samples", str(options.samples), *tasks, *chat
         )
-        own = [one for one in found if one["status"] == "ok"]
-        if not own:
+        # The last is the mean, or the only task.
+        *own, mean = [one for one in found if one["status"] == "ok"] or [None]
+        if mean is None:
             return {}
-        return {
-            f"ruler_{length}": sum(one["score"] for one in own) / len(own),
-            f"ruler_{length}_error": sum(one["error"] ** 2 for one in own) ** 0.5 / len(own),
-            **{f"{one['name']} {length}": one["score"] for one in own},
-        }
+        scores = {f"{one['name']} {length}": one["score"] for one in own or [mean]}
+        return {f"ruler_{length}": mean["score"], f"ruler_{length}_error": mean["error"], **scores}
 
     def speed(self, row: Row, folder: Path) -> dict[str, Any]:
         """Seconds of a prompt of all tokens, and of a token after it, as `serve` computes them: medians of three."""

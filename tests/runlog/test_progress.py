@@ -22,6 +22,8 @@ def test_plain_lines_have_the_figures_and_no_control_characters():
     assert len(lines) == 101
     assert re.fullmatch(r"step  50/100  loss 0\.0600  12,346 tokens/s  ETA 0:\d\d", lines[49])
     assert lines[-1] == "[saved] checkpoints/step_100"
+    progress.update(101, loss=0.5, divergence=0.0123)
+    assert "  loss 0.5000  divergence 0.0123  12,346 tokens/s" in stream.getvalue()
     assert stream.getvalue().isascii() and not re.search(r"[\x00-\x09\x0b-\x1f]", stream.getvalue())
 
 

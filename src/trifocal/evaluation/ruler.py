@@ -231,3 +231,11 @@ def measure_ruler(
     spread = sum((score - mean) ** 2 for score in scores) / max(len(scores) - 1, 1)
     row = {"task": "ruler", "length": length, "name": name, "score": mean, "error": math.sqrt(spread / len(scores))}
     yield {**row, "samples": samples}
+
+
+def with_mean(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a length's tasks, and behind them one `mean` of all; without it where a task was not measured."""
+    if len(rows) < 2 or not all("score" in row for row in rows):
+        return rows
+    score, error = sum(row["score"] for row in rows), math.hypot(*(row["error"] for row in rows))
+    return [*rows, rows[0] | {"name": "mean", "score": score / len(rows), "error": error / len(rows)}]

@@ -41,6 +41,7 @@ class Progress:
         self._last_line = float("-inf")
         self._loss: float | None = None
         self._rate: float | None = None
+        self._divergence: float | None = None
         self._bar: RichProgress | None = None
         console = Console(file=self._stream, emoji=False)
         if enabled and self._stream.isatty() and not console.is_dumb_terminal:
@@ -55,14 +56,22 @@ class Progress:
             )
             self._task = self._bar.add_task("training", total=total_steps, completed=start_step, numbers="")
 
-    def update(self, step: int, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Show a step; None keeps the last loss, or rate."""
+    def update(
+        self,
+        step: int,
+        *,
+        loss: float | None = None,
+        tokens_per_second: float | None = None,
+        divergence: float | None = None,
+    ) -> None:
+        """Show a step; None keeps the last figure, of which a run without a frozen model has no divergence."""
         if step == self._last_step:
             return
         self._last_step = step
         self._history.append((self._clock(), step))
         self._loss = self._loss if loss is None else loss
         self._rate = self._rate if tokens_per_second is None else tokens_per_second
+        self._divergence = self._divergence if divergence is None else divergence
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=self._numbers(), description="training")
         else:
@@ -102,6 +111,8 @@ class Progress:
         parts = []
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4f}")
+        if self._divergence is not None:
+            parts.append(f"divergence {self._divergence:.4f}")
         if self._rate is not None:
             parts.append(f"{self._rate:,.0f} tokens/s")
         remaining = self.remaining_seconds()

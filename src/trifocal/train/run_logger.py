@@ -141,7 +141,7 @@ class RunLogger:
             self._skipped_reported = True
             self.log_event("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
         self.heartbeat.update(step=step, loss=loss, tokens_per_second=tokens_per_second)
-        self.progress.update(step, loss=loss, tokens_per_second=tokens_per_second)
+        self.progress.update(step, loss=loss, tokens_per_second=tokens_per_second, divergence=row.get("divergence"))
 
     def _epochs(self, epochs: tuple[int, ...]) -> dict[str, int]:
         """The fields of a train row for the complete passes over each source."""
