@@ -149,6 +149,7 @@ def test_losses_stand_beside_the_first_run_where_their_rows_are_the_same(make_ru
     [chart] = [chart for chart in training_charts(runs) if chart.key == "above_first"]
     [above] = chart.traces
     assert above["name"] == "mix" and above["x"] == [200, 300] and above["y"] == pytest.approx([0.01, 0.01], rel=1e-4)
+    assert "no file of it has changed" in chart.caption
     assert "above_first" not in {chart.key for chart in training_charts(runs[:1])}
 
 

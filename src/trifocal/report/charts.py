@@ -107,7 +107,7 @@ def _loss(runs: list[Run]) -> Chart:
 
 
 def _above_first(runs: list[Run]) -> Chart:
-    """The validation loss of each run above that of the first at the same step, if their data are the same."""
+    """The validation loss of each run above that of the first at the same step, if the settings of their data agree."""
     first, *others = runs
     base = dict(zip(*first.series("evaluation", "validation_loss"), strict=True))
     traces = []
@@ -116,7 +116,8 @@ def _above_first(runs: list[Run]) -> Chart:
         above = {step: loss - base[step] for step, loss in points if step in base}
         if above and _validation_rows(run) == _validation_rows(first):
             traces.append(line([*above], [*above.values()], run.name, f"@run{index}"))
-    caption = f"At the same step, of runs with the same held-out data; below 0 is better than {first.name}."
+    same = "of runs whose settings give the same held-out data, if no file of it has changed in between"
+    caption = f"At the same step, {same}; below 0 is better than {first.name}."
     layout = _axes("nats per token") | {"showlegend": True}
     return Chart("above_first", f"Validation loss above that of {first.name}", caption, traces, layout, wide=True)
 
