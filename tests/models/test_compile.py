@@ -110,6 +110,16 @@ def test_packs_of_any_documents_share_what_is_compiled(make_model, compile_with)
     assert counters["stats"]["unique_graphs"] == 3
 
 
+@torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True)
+def test_a_model_that_its_user_compiles_takes_any_packs(make_model):
+    model = make_model(num_layers=1, layer_types=("selected",))
+    compiled = torch.compile(model, backend="eager")
+    tokens = torch.randint(31, (1, 60))
+    for length in range(1, 30, 3):
+        pack = torch.tensor([0, length, length + 30, 60])
+        torch.testing.assert_close(compiled(tokens, cu_seqlens=pack), model(tokens, cu_seqlens=pack))
+
+
 def test_frozen_layers_that_are_checkpointed_compile(make_model, compile_with):
     """As where only an index learns, and some layers are dense: in these nothing has a gradient."""
     compile_with("aot_eager")

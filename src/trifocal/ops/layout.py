@@ -48,7 +48,7 @@ class Documents(NamedTuple):
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
         """Check the boundaries [documents + 1], which reads them on the host, and place every token."""
-        max_length, aligned = _row_length(check_boundaries(cu_seqlens, num_tokens))
+        max_length, aligned = _row_length(cu_seqlens, num_tokens)
         return cls.from_checked(cu_seqlens, num_tokens)._replace(max_length=max_length, aligned=aligned)
 
     @classmethod
@@ -201,16 +201,21 @@ def pad_boundaries(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> T
     return torch.nn.functional.pad(cu_seqlens, (0, room + 1 - cu_seqlens.numel()), value=num_tokens)
 
 
-def _row_length(boundaries: list[int]) -> tuple[int, bool]:
+def _row_length(cu_seqlens: Tensor, num_tokens: int) -> tuple[int, bool]:
     """A length that no document exceeds, and whether none crosses a multiple of it: that of documents of equal length,
-    else the next power of two, so that compiled code fits many packs.
+    else the next power of two, so that compiled code fits many packs. The boundaries are checked.
     """
+    boundaries = check_boundaries(cu_seqlens, num_tokens)
     lengths = [end - start for start, end in itertools.pairwise(boundaries)]
     longest = max(lengths)
     if set(lengths[:-1]) <= {longest}:
         return longest, True
     length = min(boundaries[-1], 1 << (longest - 1).bit_length())
     return length, all(start // length == (end - 1) // length for start, end in itertools.pairwise(boundaries))
+
+
+# Compiled, it would be so for each pack anew. All that `torch.compiler.disable` does, after importing the compiler.
+_row_length._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 class CompressedLayout(NamedTuple):
