@@ -161,7 +161,10 @@ def test_no_head_is_cut_off_in_a_terminal_of_any_width(width):
     heads = "sequences", "targets", "perplexity", "bits_per_token", "beside_loss", "divergence", "agreement", "rows"
     row = {"task": "loss", "status": "ok", "length": 128, "source": "a", **dict.fromkeys(heads, 1.0)}
     console = Console(width=width, file=io.StringIO())
-    console.print(*_tables([row], console))
+    names = "first", "end", "targets", "loss", "beside_loss", "divergence", "agreement"
+    figures = dict.fromkeys(names, 14.1234) | {"first": 4096, "end": 8192, "targets": 189_116}
+    position = {"task": "position", "status": "ok", "length": 8192, "source": "a", **figures}
+    console.print(*_tables([row, *[position] * 11], console))
     assert "…" not in console.file.getvalue()
 
 

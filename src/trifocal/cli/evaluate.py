@@ -104,7 +104,7 @@ def run(args: Sequence[str]) -> int:
     finally:
         if any(row["status"] == OK for row in rows):
             for table in _tables(rows, console):
-                console.print(table)
+                console.print("", table)
             _write(found, options, _head(subject, step, options.beside), rows)
     if all(row["status"] != OK for row in rows):
         raise UserError("nothing was measured, for the reasons above; give other --lengths or --sequence-length")
@@ -185,7 +185,9 @@ def _progress() -> ReportProgress:
 
 
 def _tables(rows: Sequence[dict[str, Any]], console: Console) -> Iterator[Table]:
-    """A table of each task's figures, turned where the console is too narrow; of needles, a column for each depth."""
+    """A table of each task's figures, turned where the console is too narrow and that helps; of needles, a column for
+    each depth.
+    """
     for task, title in _TITLES.items():
         own = [row for row in rows if row["task"] == task and row["status"] == OK]
         if task == "needle":
@@ -199,16 +201,18 @@ def _tables(rows: Sequence[dict[str, Any]], console: Console) -> Iterator[Table]
             names = [name for name in own[0] if name not in _NO_COLUMNS or (several and name == "source")]
             heads = ["tokens", *(name.replace("_", " ") for name in names)]
             cells = [[f"{row['length']:,}", *(_cell(row.get(name)) for name in names)] for row in own]
-            table = _table(title, heads, cells)
-            if console.measure(table, options=console.options.update(max_width=_WIDE)).minimum > console.width:
-                [first, *rest] = zip(heads, *cells, strict=True)
-                table = _table(title, first, rest)
-            yield table
+            [first, *rest] = zip(heads, *cells, strict=True)
+            table, turned = _table(title, heads, cells), _table(title, first, rest)
+            wide = console.options.update(max_width=_WIDE)
+            least = console.measure(table, options=wide).minimum
+            turns = least > console.width and least > console.measure(turned, options=wide).minimum
+            yield turned if turns else table
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     # Only heads of several words are narrowed, or rich would cut a word where another head could take a second line.
-    table = Table(*(Column(head, no_wrap=" " not in head) for head in heads), title=title, title_justify="left")
+    columns = (Column(head, no_wrap=" " not in head) for head in heads)
+    table = Table(*columns, title=title, title_justify="left", show_edge=False, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table
