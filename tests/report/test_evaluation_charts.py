@@ -122,14 +122,14 @@ def test_each_source_has_its_line_and_its_figures(tmp_path):
     path.write_text(json.dumps(content | {"beside": "models/SmolLM2", "rows": content["rows"] + others}))
     read = read_run(run)
     [chart] = [chart for chart in evaluation_charts([read]) if chart.key == "position"]
-    names = ["256 tokens of builtin", "256 tokens of text:b"]
+    names = ["256 tokens, builtin", "256 tokens, text:b"]
     assert [trace["name"] for trace in chart.traces] == [name + end for name in names for end in ("", ", SmolLM2")]
     assert all(len(trace["x"]) == 6 for trace in chart.traces)
     figures = key_figures(read)
     assert figures["divergence from it, builtin"] == "0.0500" and figures["divergence from it, text:b"] == "0.0200"
     # Of several runs, each line begins with the name of its run.
     [chart] = [chart for chart in evaluation_charts([read, read]) if chart.key == "position"]
-    assert chart.traces[0]["name"] == "sparse, of builtin"
+    assert chart.traces[0]["name"] == "sparse, builtin"
 
 
 def test_recall_of_the_choice_is_drawn_by_layer_and_source(tmp_path):
@@ -141,7 +141,7 @@ def test_recall_of_the_choice_is_drawn_by_layer_and_source(tmp_path):
         content["rows"] += [figures | {"layer": layer, "recall": 0.9 + layer / 100} for layer in (0, 3)]
     path.write_text(json.dumps(content))
     [chart] = [chart for chart in evaluation_charts([read_run(run)]) if chart.key == "choice"]
-    names = ["256 tokens of text:a", "256 tokens of text:b"]
+    names = ["256 tokens, text:a", "256 tokens, text:b"]
     assert [trace["name"] for trace in chart.traces[::2]] == names
     assert [(trace["x"], trace["y"]) for trace in chart.traces[:2]] == [([0, 3], [0.9, 0.93]), ([0, 3], [0.4, 0.4])]
 

@@ -17,7 +17,7 @@ from trifocal.evaluation.grade import measure_grade
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss
 from trifocal.evaluation.recall import measure_recall
-from trifocal.evaluation.ruler import RulerName, measure_ruler, with_mean
+from trifocal.evaluation.ruler import RulerName, mean_of_tasks, measure_ruler
 from trifocal.evaluation.subject import Subject, TooShort
 from trifocal.models import ModelConfig
 from trifocal.runlog.progress import duration
@@ -113,9 +113,11 @@ def evaluate_model(subject: Subject, plan: Plan, say: ReportProgress) -> Iterato
         for name in plan.ruler_tasks:
             say(f"ruler: {name}, {plan.samples} prompts of {length:,} tokens{left.words()}")
             measure = measure_ruler(subject, name, length, plan.samples, chat=plan.chat)
-            found += _guarded(subject, "ruler", length, measure)
+            for row in _guarded(subject, "ruler", length, measure):
+                found.append(row)
+                yield row
             left.add(plan.samples * length)
-        yield from with_mean(found)
+        yield from mean_of_tasks(found)
     if "grade" in plan.tasks:
         yield from _guarded(subject, "grade", plan.sequence_length, _grade_rows(subject, plan, say))
     for data in () if subject.data is None else subject.data.parts:

@@ -233,9 +233,9 @@ def measure_ruler(
     yield {**row, "samples": samples}
 
 
-def with_mean(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a length's tasks, and behind them one `mean` of all; without it where a task was not measured."""
+def mean_of_tasks(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row `mean` of a length's tasks; none of a single one, or where a task was not measured."""
     if len(rows) < 2 or not all("score" in row for row in rows):
-        return rows
+        return []
     score, error = sum(row["score"] for row in rows), math.hypot(*(row["error"] for row in rows))
-    return [*rows, rows[0] | {"name": "mean", "score": score / len(rows), "error": error / len(rows)}]
+    return [rows[0] | {"name": "mean", "score": score / len(rows), "error": error / len(rows)}]

@@ -1,5 +1,6 @@
 """The report's charts of the figures of `trifocal evaluate`: loss by position, needles, recall."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +31,37 @@ def _rows(run: Run, task: str, *figures: str) -> list[Row]:
     return []
 
 
-def _kind(row: Row) -> tuple[int, str]:
-    return row["length"], row.get("source", "")
-
-
-def _kinds(rows: list[Row], run: str) -> dict[tuple[int, str], str]:
-    """The lengths and sources of rows, each with the name of its line, which begins with that of the run, if given."""
-    kinds = sorted({_kind(row) for row in rows})
-    lengths, sources = ({kind[part] for kind in kinds} for part in (0, 1))
-    names = {}
-    for length, source in kinds:
-        tokens = f"{length:,} tokens" if len(lengths) > 1 or not run else ""
-        of_source = f"of {source}" if len(sources) > 1 else ""
-        names[length, source] = ", ".join(filter(None, [run, f"{tokens} {of_source}".strip()]))
-    return names
+def _lines(runs: list[Run], task: str, *figures: str) -> Iterator[tuple[list[Row], str, str, str]]:
+    """For each run, and each length and source of its rows of a task: these rows; name, colour and dashes of a line."""
+    for index, run in enumerate(runs):
+        rows = _rows(run, task, *figures)
+        kinds = sorted({(row["length"], row.get("source", "")) for row in rows})
+        lengths, sources = ({kind[part] for kind in kinds} for part in (0, 1))
+        for number, (length, source) in enumerate(kinds):
+            words = [run.name] * (len(runs) > 1)
+            if len(lengths) > 1 or not words:
+                words.append(f"{length:,} tokens")
+            if len(sources) > 1:
+                words.append(source)
+            own = [row for row in rows if (row["length"], row.get("source", "")) == (length, source)]
+            yield own, ", ".join(words), *_style(runs, index, number)
 
 
 def _position(runs: list[Run]) -> Chart:
     traces: list[Trace] = []
     ends: set[int] = set()
-    for index, run in enumerate(runs):
-        rows = _rows(run, "position", "first", "end", "loss", "targets")
-        for number, (kind, name) in enumerate(_kinds(rows, "" if len(runs) == 1 else run.name).items()):
-            own = sorted((row for row in rows if _kind(row) == kind), key=lambda row: row["first"])
-            trace = _line([row["end"] for row in own], [row["loss"] for row in own], name, *_style(runs, index, number))
-            ends |= {row["end"] for row in own}
-            trace["text"] = [
-                f"{row['first']:,} to {row['end'] - 1:,}: {row['loss']:.4f} ({row['targets']:,} targets)" for row in own
-            ]
-            traces.append({**trace, "hovertemplate": "%{text}"})
-            if own and all("beside_loss" in row for row in own):
-                beside = [row["beside_loss"] for row in own]
-                colour = _style(runs, index, number)[0]
-                theirs = f"{name}, {Path(own[0].get('beside', 'beside')).name}"
-                traces.append(_line([row["end"] for row in own], beside, theirs, colour, "dash"))
+    for rows, name, colour, dash in _lines(runs, "position", "first", "end", "loss", "targets"):
+        own = sorted(rows, key=lambda row: row["first"])
+        places = [row["end"] for row in own]
+        trace = _line(places, [row["loss"] for row in own], name, colour, dash)
+        ends.update(places)
+        trace["text"] = [
+            f"{row['first']:,} to {row['end'] - 1:,}: {row['loss']:.4f} ({row['targets']:,} targets)" for row in own
+        ]
+        traces.append({**trace, "hovertemplate": "%{text}"})
+        if all("beside_loss" in row for row in own):
+            theirs = f"{name}, {Path(own[0].get('beside', 'beside')).name}"
+            traces.append(_line(places, [row["beside_loss"] for row in own], theirs, colour, "dash"))
     layout = {
         "xaxis": {
             "title": {"text": "tokens before, up to"},
@@ -80,15 +78,11 @@ def _position(runs: list[Run]) -> Chart:
 
 def _choice(runs: list[Run]) -> Chart:
     traces: list[Trace] = []
-    for index, run in enumerate(runs):
-        rows = _rows(run, "choice", "layer", "recall", "recall_by_chance")
-        for number, (kind, name) in enumerate(_kinds(rows, "" if len(runs) == 1 else run.name).items()):
-            own = [row for row in rows if _kind(row) == kind]
-            layers = [row["layer"] for row in own]
-            colour, dash = _style(runs, index, number)
-            traces.append(_line(layers, [row["recall"] for row in own], name, colour, dash))
-            chance = _line(layers, [row["recall_by_chance"] for row in own], f"{name}, by chance", colour, "dot")
-            traces.append(chance | {"opacity": 0.5})
+    for rows, name, colour, dash in _lines(runs, "choice", "layer", "recall", "recall_by_chance"):
+        layers = [row["layer"] for row in rows]
+        traces.append(_line(layers, [row["recall"] for row in rows], name, colour, dash))
+        chance = _line(layers, [row["recall_by_chance"] for row in rows], f"{name}, by chance", colour, "dot")
+        traces.append(chance | {"opacity": 0.5})
     layout = {"xaxis": {"title": {"text": "layer"}, "dtick": 1}, "yaxis": _SHARE, "showlegend": True}
     caption = "Mass of full attention that the chosen free blocks hold, as a share of the exact choice's."
     return Chart("choice", "Recall of the choice by layer", caption, traces, layout)
@@ -121,13 +115,9 @@ def _needle(run: Run, index: int, num_runs: int) -> Chart:
 
 def _recall(runs: list[Run]) -> Chart:
     traces: list[Trace] = []
-    for index, run in enumerate(runs):
-        rows = _rows(run, "recall", "pairs", "accuracy")
-        for number, length in enumerate(sorted({row["length"] for row in rows})):
-            own = sorted((row for row in rows if row["length"] == length), key=lambda row: row["pairs"])
-            name = f"{run.name}, {length:,} tokens" if len(runs) > 1 else f"{length:,} tokens"
-            points = [row["pairs"] for row in own], [row["accuracy"] for row in own]
-            traces.append(_line(*points, name, *_style(runs, index, number)))
+    for rows, *style in _lines(runs, "recall", "pairs", "accuracy"):
+        own = sorted(rows, key=lambda row: row["pairs"])
+        traces.append(_line([row["pairs"] for row in own], [row["accuracy"] for row in own], *style))
     layout = {"xaxis": {"title": {"text": "pairs"}, "rangemode": "tozero"}, "yaxis": _SHARE, "showlegend": True}
     caption = "Share of queries that are answered with the value of their key, by the number of pairs."
     return Chart("recall_pairs", "Associative recall", caption, traces, layout)

@@ -118,22 +118,21 @@ def _learned(run: Run) -> Finding:
 
 def _taught(run: Run) -> Finding | None:
     """Whether a run learned whose goal is not the loss on text: one that follows a frozen model, or an index alone."""
-    question, values = "Did it learn?", run.series("train", "divergence")[1]
-    what = "the divergence from the frozen model, in nats per token,"
-    only_index = run.config.get("train", {}).get("only") == "chooser"
-    if only_index:
+    question = "Did it learn?"
+    if run.config.get("train", {}).get("only") == "chooser":
         of_layers = [[*filter(is_number, row.get("choice_recall") or [])] for row in run.of_kind("train")]
         what, values = "the recall of the choice", [statistics.fmean(recalls) for recalls in of_layers if recalls]
+        falls = False
+    else:
+        what, values = "the divergence from the frozen model, in nats per token,", run.series("train", "divergence")[1]
+        falls = True
     if len(values) < 2:
         return None
     first, last = _ends(values)
     evidence = f"{what} went from {first:.4g} to {last:.4g}"
-    if only_index:
-        text = f"Yes: {evidence}." if last > first else f"Its index stands still: {evidence}."
-        return Finding(question, "good" if last > first else "watch", text)
-    if last < first:
+    if last < first if falls else last > first:
         return Finding(question, "good", f"Yes: {evidence}.")
-    return Finding(question, "watch", f"No: {evidence}.", ["Lower the learning rate, or check the data."])
+    return Finding(question, "watch", f"No: {evidence}.", ["Try another learning rate, or check the data."])
 
 
 def _healthy(run: Run) -> Finding:
