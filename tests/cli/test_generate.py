@@ -126,6 +126,12 @@ def test_streamed_text_is_that_of_all_tokens(kind, tokenizer_file):
         assert sum(map(bool, parts)) > len(parts) / 3
 
 
+def test_without_a_standard_output_nothing_fails(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "1"]) == 0
+    sys.stdout.close()
+
+
 def test_a_terminal_gets_no_control_characters(run, monkeypatch):
     parent, child = pty.openpty()
     prompt = "a\x1b[2J\x07b"
@@ -171,8 +177,10 @@ def test_python_gives_the_text_of_the_command(run, capsys):
         trifocal.generate(str(run), "x", temperature=-1)
     with pytest.raises(UserError, match="seed must be an integer, got None"):
         trifocal.generate(str(run), "x", seed=None)
+
     for folder in (run, run / "checkpoints" / "step_00000006", str(run / "weights")):
         assert trifocal.load_tokenizer(folder).name == "bytes"
+        assert isinstance(trifocal.load_model(folder), trifocal.DecoderLM)
 
 
 def test_log_probabilities_follow_the_text(run, capsys):

@@ -223,6 +223,7 @@ def test_recall_that_stands_still_ends_the_teaching(tmp_path):
         (("--sequence-length", "4000"), "the held-out text is shorter than a row of 4,000 tokens; give more text"),
         (("--selected-blocks", "2"), "all 2 blocks are initial or local ones: none is chosen"),
         (("--steps", "0"), "--steps must be at least 1, got 0"),
+        (("--seed", "-1"), "--seed must be at least 0, got -1"),
         (("--learning-rate", "0"), "--learning-rate must be positive, got 0.0"),
         (("--selected-blocks", "1"), "--selected-blocks 1 is too few: num_initial_blocks + num_local_blocks must lie"),
         (("--keep-dense", "2"), "--keep-dense must be less than the 2 dense layers, got 2"),

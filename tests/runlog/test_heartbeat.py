@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -159,6 +160,16 @@ def test_a_signal_while_the_thread_starts_leaves_no_thread(tmp_path):
         heartbeat.__enter__()
     assert not heartbeat._thread.is_alive()
     assert read_lines(tmp_path / "rank0.jsonl")[-1]["status"] == "failed"
+
+
+def test_a_full_disk_never_reaches_training(tmp_path, caplog):
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING), Heartbeat(tmp_path, interval_seconds=0.01) as heartbeat:
+        for _ in range(5):
+            with heartbeat.phase("forward"):
+                time.sleep(0.02)
+    thread_warnings = [record for record in caplog.records if record.threadName == "trifocal-heartbeat"]
+    assert len(thread_warnings) == 1
 
 
 def test_an_observer_that_fails_is_warned_about_once(tmp_path, caplog):

@@ -71,3 +71,10 @@ def test_a_row_cut_short_by_a_full_disk_is_taken_back_and_writing_recovers(tmp_p
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         writer.append({"a": 3})
     assert read_lines(path) == [{"a": 1}, {"a": 3}]
+
+
+def test_an_unwritable_folder_never_raises(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING), JsonLinesWriter(tmp_path / "file" / "rows.jsonl") as writer:
+        assert not writer.append({"a": 1})
+    assert len(caplog.records) == 1
