@@ -36,6 +36,7 @@ import torch
 from lib.results import ResultFile
 from trifocal.cli import main
 from trifocal.cli.sparsify import RECORD
+from trifocal.evaluation.ruler import mean_of_tasks
 from trifocal.inference import CachedModel, Engine, Request, Sampling
 from trifocal.runlog.run import read_evaluation, read_run
 from trifocal.train.checkpoint.pretrained import open_pretrained
@@ -220,11 +221,12 @@ class Work:
         found = self.evaluate(
             row, folder, "--only", "ruler", "--lengths", str(length), "--samples", str(options.samples), *tasks, *chat
         )
-        # The last is the mean, or the only task.
-        *own, mean = [one for one in found if one["status"] == "ok"] or [None]
-        if mean is None:
+        # A task may have had no room in the length.
+        own = [one for one in found if one["status"] == "ok" and one["name"] != "mean"]
+        if not own:
             return {}
-        scores = {f"{one['name']} {length}": one["score"] for one in own or [mean]}
+        [mean] = mean_of_tasks(own) or own
+        scores = {f"{one['name']} {length}": one["score"] for one in own}
         return {f"ruler_{length}": mean["score"], f"ruler_{length}_error": mean["error"], **scores}
 
     def speed(self, row: Row, folder: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def fault(name):
 def quick(monkeypatch):
     """Few parallel cases, in processes that need not import everything first; fewer steps and tokens."""
     warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
-    cases = Case("ddp", checkpointing=True), Case("fsdp", accumulation=2)
+    cases = Case("ddp", checkpointing=True), Case("fsdp", accumulation=2), Case("ddp", accumulation=2, index=True)
     monkeypatch.setattr(training_checks, "PARALLEL_CASES", cases)
     monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)
     monkeypatch.setattr(cost_checks, "LENGTHS", (64, 128, 192))
@@ -302,6 +302,9 @@ def bf16_weights(measure, monkeypatch):
 
 @fault("parallel-gradients")
 def late_binding_in_every_process(measure, monkeypatch):
+    # The faulty models teach no index.
+    cases = [case for case in training_checks.PARALLEL_CASES if not case.index]
+    monkeypatch.setattr(training_checks, "PARALLEL_CASES", cases)
     faults.before_the_worker(monkeypatch, "from tests.checks.faults import late_bound_models; late_bound_models()")
     found = measure(CPU)
     assert found.figure > 0.1

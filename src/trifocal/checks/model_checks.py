@@ -82,30 +82,39 @@ def future_leak(device: torch.device) -> Measurement:
     token at t. The figure counts the logits before it that moved by a single bit. Bound: none.
     """
     moved: dict[str, int] = {}
-    alive, length = True, 40
+    alive = True
     for model_name, changes in (("nsa", {}), ("the mix", MIX)):
         config = small_config(**changes)
         model = make_model(config, device, torch.float32)
-        tokens = random_tokens((1, length), config.vocab_size, device).expand(length, -1)
-        changed = tokens.clone()
-        changed.diagonal().copy_((tokens.diagonal() + 1) % config.vocab_size)
-        # Row t, position s: outputs that may not change.
-        before = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
-        for name, every, logits in (
-            ("training", 1, lambda x, model=model: model(x)),
-            ("prefill in chunks", 5, lambda x, model=model: _decoded(model, x, length, chunk=7)),
-            ("decoding, 3 tokens a step", 5, lambda x, model=model: _decoded(model, x, 1, step=3)),
-        ):
-            with torch.no_grad():
-                difference = (logits(tokens[1::every]) != logits(changed[1::every])).any(-1)
-            moved[f"{model_name}, {name}"] = int((difference & before[1::every]).sum())
-            own = torch.eye(length, dtype=torch.bool, device=device)[1::every]
-            alive &= bool(difference[own].all())
-        moved[f"{model_name}, packed documents"] = _packed_leaks(model, config, device)
+        leaks, own_moved = _leaks(model, config, device)
+        leaks["packed documents"] = _packed_leaks(model, config, device)
+        moved |= {f"{model_name}, {name}": count for name, count in leaks.items()}
+        alive &= own_moved
     if not alive:
         return Measurement(float("inf"), 0, "logits", ("a token's own logits did not move: not a model",))
     details = [f"{name}: {count}" for name, count in moved.items()]
     return Measurement(sum(moved.values()), 0, "logits", tuple(details))
+
+
+def _leaks(model: DecoderLM, config: ModelConfig, device: torch.device) -> tuple[dict[str, int], bool]:
+    """Logits that move before the changed token, in training, prefill and decoding; whether its own moved each time."""
+    length, moved, alive = 40, {}, True
+    tokens = random_tokens((1, length), config.vocab_size, device).expand(length, -1)
+    changed = tokens.clone()
+    changed.diagonal().copy_((tokens.diagonal() + 1) % config.vocab_size)
+    # Row t, position s: outputs that may not change.
+    before = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
+    for name, every, logits in (
+        ("training", 1, lambda x: model(x)),
+        ("prefill in chunks", 5, lambda x: _decoded(model, x, length, chunk=7)),
+        ("decoding, 3 tokens a step", 5, lambda x: _decoded(model, x, 1, step=3)),
+    ):
+        with torch.no_grad():
+            difference = (logits(tokens[1::every]) != logits(changed[1::every])).any(-1)
+        moved[name] = int((difference & before[1::every]).sum())
+        own = torch.eye(length, dtype=torch.bool, device=device)[1::every]
+        alive &= bool(difference[own].all())
+    return moved, alive
 
 
 def _packed_leaks(model: DecoderLM, config: ModelConfig, device: torch.device) -> int:

@@ -407,8 +407,7 @@ class ChoiceRecall(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Warn of a model whose indexes are all frozen, as LoRA on other layers leaves them: there is no recall."""
         layers = [layer for layer in given["model"].modules() if isinstance(layer, ChoosingAttention)]
-        weights = [weight for layer in layers if layer.index is not None for weight in layer.index.parameters()]
-        if weights and not any(weight.requires_grad for weight in weights):
+        if any(layer.index is not None for layer in layers) and not any(layer.trains_index for layer in layers):
             warnings.warn(
                 "the indexes of this model are frozen: they learn nothing and have no choice_recall; LoRA trains them "
                 'with target_modules="all-linear" or modules_to_save=["index"]',

@@ -102,7 +102,12 @@ class ChoosingAttention(AttentionBase):
     @property
     def learns_choice(self) -> bool:
         """Whether a call now teaches the index: in training, unless its parameters are frozen or the weight is 0."""
-        if self.index is None or not (self.training and torch.is_grad_enabled() and self.choice_loss_weight > 0):
+        return self.training and torch.is_grad_enabled() and self.choice_loss_weight > 0 and self.trains_index
+
+    @property
+    def trains_index(self) -> bool:
+        """Whether there is an index that is not frozen."""
+        if self.index is None:
             return False
         # FSDP1 may leave no parameters here, only weights that are views of a flat one.
         weights = [getattr(linear, "weight", None) for linear in self.index.maps]
