@@ -15,6 +15,7 @@ from tests.train.tiny import make_config
 from tests.written_runs import Clock
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.data.loader import read_validation
+from trifocal.errors import UserError
 from trifocal.evaluation import measure, subject
 from trifocal.evaluation.measure import Plan, TimeLeft, evaluate_model, not_possible, planned_tokens, rows_name
 from trifocal.evaluation.needles import Haystacks, measure_needles
@@ -312,6 +313,9 @@ def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch, text):
     (row,) = evaluate_model(sparse, plan, lambda line, detail="": None)
     assert row["status"].startswith("not run: the reference backend needs ")
     assert copying("needle").lacks_memory(10**6) == ""
+    plan = replace(plan, tasks=("loss", "needle"))
+    with pytest.raises(UserError, match=r"needle: 64 needles need a model\.vocab_size of 641, got 257"):
+        list(evaluate_model(copying("needle:64"), plan, lambda line, detail="": None))
 
 
 def test_the_time_left_goes_by_the_tokens_of_the_plan():

@@ -12,7 +12,7 @@ import torch
 from trifocal.data import Batch, DataConfig
 from trifocal.data.data_config import SourceName
 from trifocal.data.loader import read_validation
-from trifocal.data.sources.synthetic import check_recall, task_size
+from trifocal.data.sources.synthetic import check_needles, check_recall, task_size
 from trifocal.evaluation.grade import measure_grade
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss
@@ -128,10 +128,12 @@ def _evaluate_source(
     subject: Subject, source: SourceName, plan: Plan, say: ReportProgress, left: "TimeLeft"
 ) -> Iterator[dict[str, Any]]:
     """The rows of the tasks that need text, for a subject whose data are one source."""
+    # Before the hours of the others.
+    vocab_size = subject.model.config.vocab_size
     if "recall" in plan.tasks:
-        # Before the hours of the others.
-        most = plan.recall_pairs(source)[-1]
-        check_recall(most, vocab_size=subject.model.config.vocab_size, sequence_length=plan.sequence_length)
+        check_recall(plan.recall_pairs(source)[-1], vocab_size=vocab_size, sequence_length=plan.sequence_length)
+    if "needle" in plan.tasks and source.kind == "needle":
+        check_needles(task_size(source, 0), vocab_size)
     if {"loss", "position"} & set(plan.tasks):
         yield from _guarded(subject, "loss", plan.sequence_length, _loss_rows(subject, plan, say, left))
     if "choice" in plan.tasks:

@@ -58,12 +58,11 @@ def synthetic_stream(config: DataConfig, vocab_size: int, sequence_length: int, 
         check_recall(count, vocab_size=vocab_size, sequence_length=sequence_length)
         most = count // _FEWEST_PAIRS
     elif kind == "needle":
-        shortest, different = _SHORTEST_HAYSTACK * count, count * (_NEEDLE - 1)
-        if shortest > sequence_length or different > (vocab_size - 1) // 2:
-            raise UserError(
-                f"data.source needle: {count} needles need {shortest} tokens in a row and a model.vocab_size of "
-                f"{2 * different + 1}, got {sequence_length} and {vocab_size}"
-            )
+        shortest = _SHORTEST_HAYSTACK * count
+        if shortest > sequence_length:
+            message = f"data.source needle: {count} needles need {shortest} tokens in a row, got {sequence_length}"
+            raise UserError(message)
+        check_needles(count, vocab_size)
         most = sequence_length // (2 * shortest)
 
     def make_row(number: int) -> Row:
@@ -100,6 +99,13 @@ def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
             f"data.source recall: {pairs} pairs need {4 * pairs - 1} tokens in a row and a model.vocab_size of "
             f"{2 * pairs}, got {sequence_length} and {vocab_size}; write recall:{max(most, 1)}, or fewer"
         )
+
+
+def check_needles(needles: int, vocab_size: int) -> None:
+    """Refuse needles for whose keys and values there are too few tokens."""
+    needed = 2 * needles * (_NEEDLE - 1) + 1
+    if needed > vocab_size:
+        raise UserError(f"data.source needle: {needles} needles need a model.vocab_size of {needed}, got {vocab_size}")
 
 
 def _documents(
