@@ -172,10 +172,12 @@ def _draw_above_dense(axes: Axes, result: dict[str, Any]) -> None:
 
 
 def draw_time() -> Figure:
-    """Validation loss of the longest training in rows of 8,192 over the minutes of a GPU, at its tokens/s on one."""
-    result = json.loads(max(RESULTS.glob("longer_h200_*.json")).read_text())
-    rows = [row for row in result["rows"] if row["row"] == 8192]
-    rates = {row["attention"]: row["tokens_per_second"] for row in rows if row["gpus"] == 1 and row["steps"] == 4000}
+    """Validation loss of the longest trainings in rows of 8,192 over the minutes of a GPU, at their tokens/s on one."""
+    results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("longer_h200_*.json"))]
+    rows = [row for result in results for row in result["rows"] if row["row"] == 8192]
+    # The shorter trainings of the same day, alone on their GPUs, where there are any.
+    alone = sorted((row for row in rows if row["gpus"] == 1), key=lambda row: row["steps"], reverse=True)
+    rates = {row["attention"]: row["tokens_per_second"] for row in alone}
     figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for row in rows:
@@ -183,8 +185,7 @@ def draw_time() -> Figure:
             steps, losses = zip(*row["curve"], strict=True)
             minutes = np.array(steps) * row["tokens"] / row["steps"] / rates[row["attention"]] / 60
             axes.plot(minutes, losses, color=COLOURS[row["attention"]], label=row["attention"])
-    device = result["device"].removeprefix("NVIDIA ")
-    axes.set(xlabel=f"minutes of one {device}", ylabel="nats per byte", title="validation loss", ylim=(0.37, 0.65))
+    axes.set(xlabel="minutes of one H200", ylabel="nats per byte", title="validation loss", ylim=(0.37, 0.65))
     return _finished(figure, axes)
 
 
