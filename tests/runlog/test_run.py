@@ -29,10 +29,11 @@ def test_damaged_lines_are_left_out_and_counted(make_run):
     whole = len(read_run(run).rows)
     with (run / "metrics.jsonl").open("a") as file:
         no_time, no_step = '{"kind": "train", "step": 201}', '{"kind": "mine", "step": null, "unix_time_seconds": 1.0}'
-        for line in (no_time, no_step, "[]", DEEP, "nonsense"):
+        no_words = '{"kind": "event", "step": 201, "unix_time_seconds": 1.0}'
+        for line in (no_time, no_step, no_words, "[]", DEEP, "nonsense"):
             file.write(line + "\n")
     assert len(read_run(run).rows) == whole == len(read_metrics(run / "metrics.jsonl"))
-    sentence = "5 damaged entries of metrics.jsonl left out"
+    sentence = "6 damaged entries of metrics.jsonl left out"
     assert sentence in write_report(run).read_text() and sentence in shown(run)
 
 

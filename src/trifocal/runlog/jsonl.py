@@ -18,6 +18,7 @@ Row = dict[str, Any]
 LONGEST_LINE = 2**20
 # Fields that are finite numbers, where a file has them.
 _NUMBERS = {"step", "unix_time_seconds"}
+_OF_EVENTS = {"name", "severity", "message"}
 
 logger = logging.getLogger("trifocal")
 
@@ -117,6 +118,7 @@ def read_lines(
                     row is None
                     or not fields <= row.keys()
                     or not all(is_number(row[name]) for name in fields & _NUMBERS)
+                    or (row.get("kind") == "event" and not row.keys() >= _OF_EVENTS)
                 ):
                     rows.skipped += 1
                 elif kept(row):
