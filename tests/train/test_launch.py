@@ -281,3 +281,36 @@ def test_a_position_that_cannot_be_read_is_one_line(copy):
         with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:
             resume(copy)
         assert "\n" not in str(caught.value)
+
+
+def test_a_resume_that_the_launcher_repeats_starts_where_the_first_was_asked_to(tmp_path, monkeypatch):
+    """Until its first step has ended: from then on it continues from its newest checkpoint."""
+    config = make_config(tmp_path, *STEPS, "--checkpoint.interval_steps", "3", "--checkpoint.keep_last", "9")
+    run, asked = tmp_path / "run", "step_00000003"
+    assert train(config).finished
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    def resumed():
+        return [row["step"] for row in read_metrics(run / "metrics.jsonl") if row.get("name") == "resumed"]
+
+    # Nothing of an earlier start is in the metrics, then all but a step.
+    for events in ([3], [3, 3]):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+            before_step(patch, fail)
+            resume(run, checkpoint=asked)
+        assert resumed() == events
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [asked, "step_00000006", "step_00000009"]
+
+    def fail_late(step, _):
+        if step >= 8:
+            raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        before_step(patch, fail_late)
+        resume(run, checkpoint=asked)
+    assert resume(run, checkpoint=asked).finished
+    assert resumed() == [3, 3, 3, 6]
+    # Its run has deleted it since.
+    shutil.rmtree(run / "checkpoints" / asked)
+    assert resume(run, checkpoint=asked).finished
+    assert resumed()[-1] == 9

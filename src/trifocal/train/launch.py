@@ -16,8 +16,9 @@ from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.ops.validation import check_type
 from trifocal.paths import shell_path, user_path
+from trifocal.runlog import read_metrics
 from trifocal.train.checkpoint.folders import checkpoint_path, find_checkpoint, list_checkpoints
-from trifocal.train.checkpoint.manifest import read_manifest
+from trifocal.train.checkpoint.manifest import MANIFEST, read_manifest
 from trifocal.train.config.check import choose_device, preflight
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.config.toml import to_literal
@@ -165,9 +166,10 @@ def resume(
     config = replace(config, run=replace(config.run, directory=str(directory)))
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, checkpoint=checkpoint)
-        # A run that torchrun starts again continues from its newest checkpoint.
-        name = "" if processes.restarted else checkpoint
-        return _resume(directory, name, config, processes, lock, before_step)
+        # torchrun repeats the command of the first start.
+        if checkpoint and processes.restarted and processes.run_on_rank0(lambda: _went_on(directory, checkpoint)):
+            checkpoint = ""
+        return _resume(directory, checkpoint, config, processes, lock, before_step)
 
 
 def resume_command(directory: Path) -> str:
@@ -185,6 +187,18 @@ def prolong_command(directory: Path, steps: int) -> str:
 def _stable_checkpoint(directory: Path, config: RunConfig) -> Path:
     """Where a run keeps its last checkpoint before the learning rate declines; under a cosine there is none."""
     return checkpoint_path(directory / "checkpoints", last_stable_step(config))
+
+
+def _went_on(directory: Path, checkpoint: str) -> bool:
+    """Whether a run has taken steps since it was resumed from a checkpoint, so that its newest one comes after that."""
+    manifest = directory / "checkpoints" / checkpoint / MANIFEST
+    if not manifest.is_file():
+        return True
+    step, rows = read_manifest(manifest.parent)["step"], read_metrics(directory / "metrics.jsonl")
+    resumed = [number for number, row in enumerate(rows) if row.get("name") == "resumed"]
+    return (
+        bool(resumed) and rows[resumed[-1]]["step"] == step and any(row["step"] > step for row in rows[resumed[-1] :])
+    )
 
 
 def _processes(config: RunConfig) -> AbstractContextManager[DistributedContext]:
