@@ -175,9 +175,8 @@ def draw_time() -> Figure:
     """Validation loss of the longest trainings in rows of 8,192 over the minutes of a GPU, at their tokens/s on one."""
     results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("longer_h200_*.json"))]
     rows = [row for result in results for row in result["rows"] if row["row"] == 8192]
-    # The shorter trainings of the same day, alone on their GPUs, where there are any.
-    alone = sorted((row for row in rows if row["gpus"] == 1), key=lambda row: row["steps"], reverse=True)
-    rates = {row["attention"]: row["tokens_per_second"] for row in alone}
+    # The last of each: those of the shorter trainings, where there are any, which had nothing beside them.
+    rates = {row["attention"]: row["tokens_per_second"] for row in rows if row["gpus"] == 1}
     figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
     axes = figure.subplots()
     for row in rows:

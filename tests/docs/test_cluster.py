@@ -55,8 +55,9 @@ def test_the_slurm_job_saves_when_its_time_is_up_and_goes_on_when_it_runs_again(
     finally:
         first.terminate()
     assert "SIGTERM: saving at the end of this step" in error
-    # For the signal torchrun ends with a status of its own: 1, or 134 where a thread of it outlives its interpreter.
-    assert first.returncode in (1, 128 + signal.SIGABRT), error
+    # torchrun ends with a status of its own for the signal, unless a thread of it outlives its interpreter.
+    aborted = "terminate called without an active exception" in error
+    assert first.returncode == (128 + signal.SIGABRT if aborted else 1), error
     assert requeued.read_text().split() == ["requeue", slurm["SLURM_JOB_ID"]]
     (saved,) = list_checkpoints(run / "checkpoints")
     # The second time, torchrun only shows what it would start.

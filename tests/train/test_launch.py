@@ -310,6 +310,9 @@ def test_a_resume_that_the_launcher_repeats_starts_where_the_first_was_asked_to(
         resume(run, checkpoint=asked)
     assert resume(run, checkpoint=asked).finished
     assert resumed() == [3, 3, 3, 6]
+    (run / "metrics.jsonl").unlink()
+    assert resume(run, checkpoint=asked).finished
+    assert resumed() == [3]
     # Its run has deleted it since.
     shutil.rmtree(run / "checkpoints" / asked)
     assert resume(run, checkpoint=asked).finished

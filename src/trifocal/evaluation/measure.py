@@ -12,7 +12,8 @@ import torch
 from trifocal.data import Batch, DataConfig
 from trifocal.data.data_config import SourceName
 from trifocal.data.loader import read_validation
-from trifocal.data.sources.synthetic import check_needles, check_recall, task_size
+from trifocal.data.sources.synthetic import check_recall, needle_vocabulary, task_size
+from trifocal.errors import UserError
 from trifocal.evaluation.grade import measure_grade
 from trifocal.evaluation.needles import measure_needles
 from trifocal.evaluation.position_loss import measure_loss
@@ -133,7 +134,12 @@ def _evaluate_source(
     if "recall" in plan.tasks:
         check_recall(plan.recall_pairs(source)[-1], vocab_size=vocab_size, sequence_length=plan.sequence_length)
     if "needle" in plan.tasks and source.kind == "needle":
-        check_needles(task_size(source, 0), vocab_size)
+        needles = task_size(source, 0)
+        needed = needle_vocabulary(needles)
+        if needed > vocab_size:
+            raise UserError(
+                f"data.source needle: {needles} needles need a model.vocab_size of {needed}, got {vocab_size}"
+            )
     if {"loss", "position"} & set(plan.tasks):
         yield from _guarded(subject, "loss", plan.sequence_length, _loss_rows(subject, plan, say, left))
     if "choice" in plan.tasks:

@@ -191,14 +191,17 @@ def _stable_checkpoint(directory: Path, config: RunConfig) -> Path:
 
 def _went_on(directory: Path, checkpoint: str) -> bool:
     """Whether a run has taken steps since it was resumed from a checkpoint, so that its newest one comes after that."""
-    manifest = directory / "checkpoints" / checkpoint / MANIFEST
+    manifest, metrics = directory / "checkpoints" / checkpoint / MANIFEST, directory / "metrics.jsonl"
     if not manifest.is_file():
         return True
-    step, rows = read_manifest(manifest.parent)["step"], read_metrics(directory / "metrics.jsonl")
-    resumed = [number for number, row in enumerate(rows) if row.get("name") == "resumed"]
-    return (
-        bool(resumed) and rows[resumed[-1]]["step"] == step and any(row["step"] > step for row in rows[resumed[-1] :])
-    )
+    # A failing disk may have kept no metrics.
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    step, later = read_manifest(manifest.parent)["step"], False
+    for row in reversed(rows):
+        if row.get("name") == "resumed":
+            return later and bool(row["step"] == step)
+        later |= row["step"] > step
+    return False
 
 
 def _processes(config: RunConfig) -> AbstractContextManager[DistributedContext]:

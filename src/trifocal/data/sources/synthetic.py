@@ -58,11 +58,12 @@ def synthetic_stream(config: DataConfig, vocab_size: int, sequence_length: int, 
         check_recall(count, vocab_size=vocab_size, sequence_length=sequence_length)
         most = count // _FEWEST_PAIRS
     elif kind == "needle":
-        shortest = _SHORTEST_HAYSTACK * count
-        if shortest > sequence_length:
-            message = f"data.source needle: {count} needles need {shortest} tokens in a row, got {sequence_length}"
-            raise UserError(message)
-        check_needles(count, vocab_size)
+        shortest, vocabulary = _SHORTEST_HAYSTACK * count, needle_vocabulary(count)
+        if shortest > sequence_length or vocabulary > vocab_size:
+            raise UserError(
+                f"data.source needle: {count} needles need {shortest} tokens in a row and a model.vocab_size of "
+                f"{vocabulary}, got {sequence_length} and {vocab_size}"
+            )
         most = sequence_length // (2 * shortest)
 
     def make_row(number: int) -> Row:
@@ -101,11 +102,9 @@ def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
         )
 
 
-def check_needles(needles: int, vocab_size: int) -> None:
-    """Refuse needles for whose keys and values there are too few tokens."""
-    needed = 2 * needles * (_NEEDLE - 1) + 1
-    if needed > vocab_size:
-        raise UserError(f"data.source needle: {needles} needles need a model.vocab_size of {needed}, got {vocab_size}")
+def needle_vocabulary(needles: int) -> int:
+    """The smallest vocabulary that has other keys and values for each needle."""
+    return 2 * needles * (_NEEDLE - 1) + 1
 
 
 def _documents(
