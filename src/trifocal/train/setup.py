@@ -145,8 +145,8 @@ class TrainSetup:
         model.to_empty(device=self.device)
         model.init_weights(config.run.seed)
         if begins and config.model.from_:
-            self.processes.run_on_all(lambda: load_pretrained_weights(model, config.model.from_))
-            self.notes.append(f"begins with the weights of {config.model.from_}")
+            changed = self.processes.run_on_all(lambda: load_pretrained_weights(model, config.model.from_))
+            self.notes.append("; ".join([f"begins with the weights of {config.model.from_}", *changed]))
         freeze(model, config.train.only)
         model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         return model

@@ -169,6 +169,10 @@ def begin(folder, source, **changes):
     return load_config(write_config(folder), overrides)
 
 
+def messages(run):
+    return [row["message"] for row in read_metrics(run / "metrics.jsonl", "event")]
+
+
 @pytest.mark.parametrize("part", ["weights", "checkpoints/step_00000002"])
 def test_the_first_step_begins_with_the_weights(source, tmp_path, part):
     # So small a learning rate leaves them as they are.
@@ -177,10 +181,7 @@ def test_the_first_step_begins_with_the_weights(source, tmp_path, part):
     assert config.model == load_run(source).model and config.data.tokenizer == "bytes"
     train(config)
     assert_same_tensors(load_model(source).state_dict(), load_model(tmp_path / "run").state_dict())
-    assert any(
-        "begins with the weights of" in row["message"]
-        for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")
-    )
+    assert f"begins with the weights of {source / part}" in messages(tmp_path / "run")
 
 
 def test_a_resumed_run_does_not_read_them_again(source, tmp_path):
@@ -199,9 +200,12 @@ def test_a_resumed_run_does_not_read_them_again(source, tmp_path):
 
 def test_flags_go_before_the_weights_where_they_fit(source, tmp_path):
     changes = {"model.geometry.window_size": 4, "model.layer_types": ("nsa", "nsa"), "model.backend": "reference"}
-    config = begin(tmp_path, source, **changes)
+    config = begin(tmp_path, source, **changes, **{"model.unrotated_layers": (1,)})
     assert (config.model.geometry.window_size, config.model.mlp_dim) == (4, 24)
     train(config)
+    [note] = [message for message in messages(tmp_path / "run") if message.startswith("begins with the weights of ")]
+    assert "; geometry.window_size is 8 there, 4 here; " in note
+    assert note.endswith("; unrotated_layers is () there, (1,) here")
     for name, value, message in (
         ("model.mlp_dim", 48, r"belongs to a different model: mlp_dim is 24 there, 48 here"),
         ("model.num_layers", 3, "num_layers is 2 there, 3 here"),

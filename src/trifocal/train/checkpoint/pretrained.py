@@ -147,18 +147,22 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
     return values
 
 
-def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
-    """Copy trained weights into a model, in its type; UserError, with the differences, if they are of another model."""
+def load_pretrained_weights(model: DecoderLM, folder: str) -> list[str]:
+    """Copy trained weights into a model, in its type, and return the settings in which the two models differ; UserError
+    with these if a tensor does not fit.
+    """
     found = open_pretrained(user_path(folder, "model.from"))
     theirs, weights = found.config(), found.model().state_dict()
     mine = model.state_dict()
     misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]
+    differences = model_differences(theirs, model.config)
     if misfits:
-        differences = "; ".join(model_differences(theirs, model.config))
         raise UserError(
-            f"model.from {folder} belongs to a different model: {differences} (the tensor {misfits[0]} does not fit)"
+            f"model.from {folder} belongs to a different model: {'; '.join(differences)} (the tensor {misfits[0]} does "
+            "not fit)"
         )
     model.load_state_dict(weights)
+    return differences
 
 
 def load_frozen(folder: str, vocab_size: int, tokenizer: Tokenizer, device: torch.device) -> DecoderLM:
