@@ -9,8 +9,11 @@ ATTENTIONS = {
     "window": {"attention": "window"},
     "dense": {"attention": "dense"},
     "mix": {"layer_types": MIX, "num_layers": 4, "chooser": "index"},
+    "mix-unrotated": {
+        "layer_types": MIX, "num_layers": 4, "chooser": "index", "unrotated_layers": (3,), "rope_theta": 5e6,
+    },
     "mix-dense": {"layer_types": (*MIX[:3], "dense"), "num_layers": 4},
-}
+}  # fmt: skip
 """How each differs from three branches in two layers."""
 LINEAR = RopeScaling(rope_type="linear", factor=4.0)
 YARN = RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=12, attention_factor=1.2)
@@ -39,5 +42,5 @@ def flags(changes):
     """Changes of a model as flags of the command."""
     words = []
     for name, value in changes.items():
-        words += [f"--model.{name}", *(value if isinstance(value, tuple) else [str(value)])]
+        words += [f"--model.{name}", *map(str, value if isinstance(value, tuple) else [value])]
     return words

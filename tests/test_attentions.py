@@ -113,7 +113,8 @@ def test_telemetry_and_the_picture_have_the_layers(attention):
 # of windows stay what they are.
 CONVERTED = {
     "nsa": ("dense", "nsa"), "selected": ("dense", "selected"), "window": ("window", "selected"),
-    "dense": ("dense", "dense"), "mix": ("dense", "mix"), "mix-dense": ("mix-dense", "dense"),
+    "dense": ("dense", "dense"), "mix": ("dense", "mix"), "mix-unrotated": ("dense", "mix"),
+    "mix-dense": ("mix-dense", "dense"),
 }  # fmt: skip
 
 
@@ -122,13 +123,14 @@ CONVERTED = {
 def test_conversion(attention):
     """Where the blocks cover everything, a converted model computes what the dense one does; three branches never."""
     source, target = CONVERTED[attention]
-    changes = {"num_layers": model_of(attention).config.num_layers}
+    changes = {name: getattr(model_of(attention).config, name) for name in ("num_layers", "unrotated_layers")}
     before = make_model(small_config(**(ATTENTIONS[source] | changes)), CPU, torch.float64)
     chooser = "compressed" if target == "dense" else model_of(attention).config.chooser
     window = 7 if source != "dense" else 70
     geometry = replace(small_config().geometry, num_selected_blocks=9, window_size=window)
     config = converted_config(before.config, target, geometry, chooser=chooser)
     assert config.attention_of_layers == model_of(attention).config.attention_of_layers
+    assert config.unrotated_layers == changes["unrotated_layers"]
     after = DecoderLM(config).double()
     after.load_state_dict(convert_tensors(before.state_dict(), config))
     tokens = random_tokens((1, 70), 64, CPU)

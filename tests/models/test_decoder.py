@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attentions import TRAINED_OPTIONS
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
+from trifocal.nn import RotaryTables
 from trifocal.nn.chooser import first_index
 
 LENGTHS = [3, 1, 4, 21, 1, 9]
@@ -139,6 +140,21 @@ def test_packed_documents_equal_separate_ones(make_model, options):
     separate_gradients = torch.autograd.grad(separate, parameters)
     torch.testing.assert_close(packed, separate, rtol=0, atol=1e-12)
     torch.testing.assert_close(packed_gradients, separate_gradients, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["nsa", "selected", "window", "dense"])
+def test_an_unrotated_layer_has_angles_of_zero(make_model, kind):
+    """Queries and keys, raw and compressed, and those of an index are the projections themselves."""
+    model = make_model(attention=kind, chooser="index", unrotated_layers=(1,)).eval()
+    x = torch.randn(1, sum(LENGTHS), 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([0, *LENGTHS]).cumsum(0)
+    for layer, is_same in zip(model.attention_layers(), (False, True), strict=True):
+        tables = [
+            None if one is None else (torch.ones_like(one[0]), torch.zeros_like(one[1]))
+            for one in layer.rotary_tables(x, documents)
+        ]
+        outputs = (layer(x, cu_seqlens=documents, rotary=rotary) for rotary in (None, RotaryTables(*tables)))
+        assert torch.equal(*outputs) == is_same
 
 
 @pytest.mark.parametrize("options", TRAINED_OPTIONS, ids=str)
