@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -316,3 +317,13 @@ def test_closing_ends_the_thread_and_the_loader(source):
     assert loader.state_dict()["sample_index"] == 2
     with pytest.raises(ValueError, match="closed"):
         next(loader)
+
+
+def test_a_closed_loader_leaves_no_file_open(source, monkeypatch):
+    """An open one would be closed at the interpreter's end, with a traceback."""
+    files = []
+    open_path = Path.open
+    monkeypatch.setattr(Path, "open", lambda *arguments: files.append(open_path(*arguments)) or files[-1])
+    with open_loader(source, prefetch_batches=1) as loader:
+        next(loader)
+    assert files and all(file.closed for file in files)

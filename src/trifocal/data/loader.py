@@ -260,11 +260,14 @@ class Loader(AbstractContextManager["Loader"]):
         return float(p50), float(p95)
 
     def close(self) -> None:
-        """End the thread. A closed loader gives no batches; its state can still be read."""
+        """End the thread and close the files. A closed loader gives no batches; its state can still be read."""
         if self._prefetcher is not None:
             # A request to a silent server cannot be broken off.
             self._prefetcher.close(_CLOSING_SECONDS)
             self._prefetcher = None
+        for reader in self._readers:
+            # Else their files would stay open.
+            reader.keep(())
         self._closed = True
 
     def __exit__(self, *_: object) -> None:
