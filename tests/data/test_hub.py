@@ -130,6 +130,13 @@ def test_without_the_package(monkeypatch):
         open_source("hf:a/b")
 
 
+def test_without_a_network_the_line_names_text_that_needs_none(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"^hf:.*10BT cannot be opened: .*; --data\.source builtin needs no network$"):
+        open_source()
+
+
 def test_a_run_keeps_the_commit_that_it_began_with(monkeypatch):
     commits = {"main": "a" * 40}
 

@@ -41,7 +41,8 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     try:
         builder: Any = datasets.load_dataset_builder(repository, name=name or None, revision=revision)
     except Exception as error:  # The libraries raise many kinds of errors, those of the HTTP client too.
-        raise UserError(f"{asked} cannot be opened: {one_line(error)}") from error
+        other = "; --data.source builtin needs no network" if isinstance(error, ConnectionError) else ""
+        raise UserError(f"{asked} cannot be opened: {one_line(error)}{other}") from error
     splits = {str(key): list(files) for key, files in (builder.config.data_files or {}).items()}
     validation = config.validation_split
     if validation == config.split:
