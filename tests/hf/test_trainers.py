@@ -33,6 +33,7 @@ from trifocal.hf import (
 )
 from trifocal.models import save_weights
 from trifocal.nn import SelectedAttention, choice_recall
+from trifocal.nn.chooser import ChoosingAttention
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.checkpoint.export import export_folder
 
@@ -272,12 +273,19 @@ def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, conve
     assert len(of_layers) == 2 and recalls[-1] == pytest.approx(sum(of_layers) / 2)
 
 
-def test_who_asks_for_the_recall_of_frozen_indexes_is_told():
+def test_who_asks_for_the_recall_of_indexes_that_learn_nothing_is_told():
     """LoRA on other layers freezes them."""
     model = fresh_model(chooser="index").eval()
     ChoiceRecall().on_train_begin(None, None, None, model=model)
+    layers = [module for module in model.modules() if isinstance(module, ChoosingAttention)]
+    for layer in layers:
+        layer.choice_loss_weight = 0.0
+    with pytest.warns(UserWarning, match="learn nothing .*: they are given a choice_loss_weight of 0$"):
+        ChoiceRecall().on_train_begin(None, None, None, model=model)
+    layers[0].choice_loss_weight = 1.0
+    ChoiceRecall().on_train_begin(None, None, None, model=model)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
-    with pytest.warns(UserWarning, match="indexes of this model are frozen: .* LoRA trains them with"):
+    with pytest.warns(UserWarning, match="learn nothing .*: they are frozen; LoRA trains them with"):
         ChoiceRecall().on_train_begin(None, None, None, model=adapted)
     ChoiceRecall().on_train_begin(None, None, None, model=fresh_model())
 

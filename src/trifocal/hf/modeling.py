@@ -405,14 +405,17 @@ class ChoiceRecall(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Warn of a model whose indexes are all frozen, as LoRA on other layers leaves them: there is no recall."""
+        """Warn of a model whose indexes all learn nothing: frozen, as by LoRA on other layers, or of weight 0."""
         layers = [layer for layer in given["model"].modules() if isinstance(layer, ChoosingAttention)]
-        if any(layer.index is not None for layer in layers) and not any(layer.trains_index for layer in layers):
-            warnings.warn(
-                "the indexes of this model are frozen: they learn nothing and have no choice_recall; LoRA trains them "
-                'with target_modules="all-linear" or modules_to_save=["index"]',
-                stacklevel=2,
-            )
+        layers = [layer for layer in layers if layer.index is not None]
+        if not layers or any(layer.trains_index and layer.choice_loss_weight > 0 for layer in layers):
+            return
+        why = 'frozen; LoRA trains them with target_modules="all-linear" or modules_to_save=["index"]'
+        if any(layer.trains_index for layer in layers):
+            why = "given a choice_loss_weight of 0"
+        warnings.warn(
+            f"the indexes of this model learn nothing and have no choice_recall: they are {why}", stacklevel=2
+        )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
         """Add the recall to a row of training figures, also where the trainer has kept it."""
