@@ -149,11 +149,11 @@ def run(args: Sequence[str]) -> int:
     work = _Work(options, source, output)
     try:
         with work.lock:
-            length = work.take_steps()
+            work.take_steps()
     except _Ended as ended:
         print(f"\nwhat was done is kept in {output}; the same command continues")
         return int(ended.args[0])
-    print(work.summary(length))
+    print(work.summary())
     return 0
 
 
@@ -169,20 +169,19 @@ class _Work:
         self.record = _read_record(options, output)
         self.lock = RunLock()
 
-    def take_steps(self) -> int:
-        """Take each step that is not done; the tokens of a row."""
+    def take_steps(self) -> None:
+        """Take each step that is not done."""
         if self.dense != self.source.resolve():
             self._take("unpack", "the dense model out of its quantisation", self._unpack)
-        length = self._length()
+        self.length = self._length()
         if self.options.keep_dense:
-            self._take("layers", "which layers stay dense", lambda: self._choose_layers(length))
+            self._take("layers", "which layers stay dense", self._choose_layers)
         self._take("convert", f"the dense model to {self.options.to}", self._convert)
-        self._take("plan", "what it takes on this machine", lambda: self._plan(length))
-        self._take("index", "the index is taught, with everything else frozen", lambda: self._teach(length))
-        self._take("train", "everything learns to follow the dense model", lambda: self._train_all(length))
-        self._take("measure", "both models on held-out rows", lambda: self._measure(length))
+        self._take("plan", "what it takes on this machine", self._plan)
+        self._take("index", "the index is taught, with everything else frozen", self._teach)
+        self._take("train", "everything learns to follow the dense model", self._train_all)
+        self._take("measure", "both models on held-out rows", self._measure)
         self._take("finish", "weights and report", self._finish)
-        return length
 
     def _take(self, name: str, title: str, work: Callable[[], dict[str, Any] | None]) -> None:
         done = self.record["steps"].get(name)
@@ -256,9 +255,12 @@ class _Work:
         remove_folder(self.dense)
         _command("convert", str(self.source), str(self.dense), "--to", "dense")
 
-    def _choose_layers(self, length: int) -> dict[str, Any]:
+    def _choose_layers(self) -> dict[str, Any]:
         options = self.options
-        harm = layers_by_harm(self.dense, options.to, options.blocks, options.text, length, self.device, _say)
+        harm = layers_by_harm(
+            *(self.dense, options.to, options.blocks, options.text, self.length, self.device),
+            say=lambda text: print(f"  {text}", flush=True),
+        )
         _free_gpu()
         kept = sorted(sorted(harm, key=lambda layer: -harm[layer])[: options.keep_dense])
         print(f"layers that stay dense: {', '.join(map(str, kept))}")
@@ -276,14 +278,14 @@ class _Work:
         words = [str(self.dense), str(self.start), "--to", self.options.to, "--chooser", "index", *layers, *geometry]
         _command("convert", *words)
 
-    def _settings(self, length: int) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """What the trainings have in common, by key."""
         options, gpu = self.options, self.device.type == "cuda"
         return {
             **{f"data.{name}": value for name, value in options.text.items()},
             "data.seed": options.seed,
             "run.device": options.device,
-            "train.sequence_length": length,
+            "train.sequence_length": self.length,
             "train.global_batch_size": options.rows,
             "train.micro_batch_size": options.rows,
             "train.precision": "bf16" if gpu else "fp32",
@@ -295,9 +297,9 @@ class _Work:
             "log.telemetry_interval_steps": 0,
         } | self.record["steps"].get("plan", {}).get("settings", {})
 
-    def _settings_of_all(self, length: int, first: Path) -> dict[str, Any]:
+    def _settings_of_all(self, first: Path) -> dict[str, Any]:
         options = self.options
-        return self._settings(length) | {
+        return self._settings() | {
             "model.from": str(first),
             "distill.from": str(self.dense),
             "distill.text_weight": options.text_weight,
@@ -309,11 +311,11 @@ class _Work:
             "run.directory": str(self.trained),
         }
 
-    def _plan(self, length: int) -> dict[str, Any]:
+    def _plan(self) -> dict[str, Any]:
         """Measure two steps of the training of everything, with less memory until they fit; say what all will take."""
         settings: dict[str, Any] = {}
         while True:
-            need = need_of("sparsify", load_config(None, self._settings_of_all(length, self.start) | settings))
+            need = need_of("sparsify", load_config(None, self._settings_of_all(self.start) | settings))
             if not need.problem:
                 break
             remedy = next((one for one in need.remedies if one.startswith(_REMEDIES)), "")
@@ -325,8 +327,8 @@ class _Work:
         print(_forecast(need, self.options, self.output), flush=True)
         return {"settings": settings, "processes": need.processes, "step_seconds": need.step_seconds}
 
-    def _teach(self, length: int) -> dict[str, Any]:
-        settings = self._settings(length) | {
+    def _teach(self) -> dict[str, Any]:
+        settings = self._settings() | {
             "model.from": str(self.start),
             "train.only": "chooser",
             "train.choice_loss_sample": 1.0,
@@ -346,8 +348,8 @@ class _Work:
                 break
         return {"taught_steps": end, "recall": after}
 
-    def _train_all(self, length: int) -> None:
-        self._train(self.trained, self._settings_of_all(length, self.index), self.options.steps)
+    def _train_all(self) -> None:
+        self._train(self.trained, self._settings_of_all(self.index), self.options.steps)
 
     def _train(self, folder: Path, settings: dict[str, Any], steps: int) -> None:
         """Train up to a step, from the newest checkpoint, if any; also where only the last weights are missing."""
@@ -367,8 +369,8 @@ class _Work:
         if _steps_done(folder) < steps:
             raise _Ended(1)
 
-    def _measure(self, length: int) -> dict[str, Any]:
-        sizes = ["--sequence-length", str(length), "--sequences", str(self.options.sequences)]
+    def _measure(self) -> dict[str, Any]:
+        sizes = ["--sequence-length", str(self.length), "--sequences", str(self.options.sequences)]
         words = [str(self.trained), "--only", "loss", "position", "choice", *sizes, "--device", self.options.device]
         _command("evaluate", *words, "--beside", str(self.dense))
         rows = read_run(self.trained).evaluations[-1]["rows"]
@@ -400,8 +402,8 @@ class _Work:
         else:
             write_report([self.trained], self.output / "report.html")
 
-    def summary(self, length: int) -> str:
-        """What came out, and what to do with it; `length` is the tokens of a row."""
+    def summary(self) -> str:
+        """What came out, and what to do with it."""
         steps, path = self.record["steps"], shell_path(self.output)
         found, recall = steps["measure"], steps["measure"]["recall_of_layers"]
         change = found["loss"] / found["beside_loss"] - 1
@@ -417,7 +419,7 @@ class _Work:
         report = {"see both on one page": f"{path}/report.html"} if (self.output / "report.html").exists() else {}
         weights = ",".join(map(str, self.options.data_weights))
         text = shlex.join(self.options.data) + (f" --data.weights {weights}" if weights else "")
-        text += f" --train.sequence_length {length}"
+        text += f" --train.sequence_length {self.length}"
         advice = {
             "talk to it": f"trifocal serve {path}",
             **report,
@@ -517,7 +519,3 @@ def _forecast(need: Need, options: SparsifyArguments, output: Path) -> str:
         f"disk    {2 * need.disk_bytes / 1e9:,.1f} GB at most, {free / 1e9:,.1f} GB are free",
     ]
     return "\n".join(f"  {line}" for line in lines)
-
-
-def _say(text: str) -> None:
-    print(f"  {text}", flush=True)
