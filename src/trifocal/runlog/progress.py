@@ -11,6 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+# In the order of their line.
+_FIGURES = {"loss": "loss {:.4f}", "divergence": "divergence {:.4f}", "tokens_per_second": "{:,.0f} tokens/s"}
+
 
 def try_print(text: str, stream: TextIO | None = None) -> None:
     """Print a line; a stream that is lost (a closed pipe, a full disk) ends no run."""
@@ -39,9 +42,7 @@ class Progress:
         self._history: deque[tuple[float, int]] = deque(maxlen=200)
         self._last_step = start_step
         self._last_line = float("-inf")
-        self._loss: float | None = None
-        self._rate: float | None = None
-        self._divergence: float | None = None
+        self._figures: dict[str, float] = {}
         self._bar: RichProgress | None = None
         console = Console(file=self._stream, emoji=False)
         if enabled and self._stream.isatty() and not console.is_dumb_terminal:
@@ -69,9 +70,8 @@ class Progress:
             return
         self._last_step = step
         self._history.append((self._clock(), step))
-        self._loss = self._loss if loss is None else loss
-        self._rate = self._rate if tokens_per_second is None else tokens_per_second
-        self._divergence = self._divergence if divergence is None else divergence
+        given = {"loss": loss, "divergence": divergence, "tokens_per_second": tokens_per_second}
+        self._figures |= {name: value for name, value in given.items() if value is not None}
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=self._numbers(), description="training")
         else:
@@ -108,13 +108,7 @@ class Progress:
         return (self._total_steps - last_step) * (last_time - first_time) / (last_step - first_step)
 
     def _numbers(self) -> str:
-        parts = []
-        if self._loss is not None:
-            parts.append(f"loss {self._loss:.4f}")
-        if self._divergence is not None:
-            parts.append(f"divergence {self._divergence:.4f}")
-        if self._rate is not None:
-            parts.append(f"{self._rate:,.0f} tokens/s")
+        parts = [text.format(self._figures[name]) for name, text in _FIGURES.items() if name in self._figures]
         remaining = self.remaining_seconds()
         if remaining is not None:
             parts.append(f"ETA {duration(remaining)}")
