@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeGuard
+from typing import Any
 
 from trifocal.errors import UserError
 from trifocal.paths import check_run_folder, read_file, read_json, read_text, read_toml
@@ -169,7 +169,7 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
     figures, and `beside`, what they are compared with; None if it has no such row.
     """
     content = _read_json(path)
-    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
+    if not isinstance(content.get("rows"), list):
         return None
     beside = {"beside": str(content.get("beside", ""))}
     rows = [
@@ -184,10 +184,8 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
     return {"step": None, **content, "rows": rows} if rows else None
 
 
-def _is_environment(content: Any) -> TypeGuard[dict[str, Any]]:
+def _is_environment(content: dict[str, Any]) -> bool:
     """Whether the parts of an `env.json` that the report reads have their types, where they are there."""
-    if not isinstance(content, dict):
-        return False
     gpus = content.get("gpus", [])
     return (
         all(isinstance(content.get(name, {}), dict) for name in ("trifocal", "cpu", "variables"))
@@ -196,12 +194,12 @@ def _is_environment(content: Any) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def _read_json(path: Path) -> Any:
-    """The content of a JSON file; None if it cannot be read."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if it cannot be read."""
     try:
         return read_json(path)
     except UserError:
-        return None
+        return {}
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
