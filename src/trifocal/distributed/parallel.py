@@ -293,7 +293,7 @@ def parallelize(
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        model.embedding.register_forward_hook(_to_fp32)
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output.float())
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
@@ -302,10 +302,6 @@ def parallelize(
         register_fsdp_forward_method(model, name)
     watch.watch_fsdp(model)
     return Parallel(model, mode, processes.size, watch)
-
-
-def _to_fp32(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    return output.float()
 
 
 def _mesh(processes: DistributedContext, mode: Mode, shards: int) -> DeviceMesh:

@@ -10,7 +10,6 @@ import torch
 from trifocal.data import DataConfig
 from trifocal.data.loader import read_validation
 from trifocal.evaluation.position_loss import PositionLosses
-from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.models.decoder import meta_model
 from trifocal.ops import Geometry
@@ -44,24 +43,20 @@ def layers_by_harm(
         at_once=1,
         vocab_size=dense.config.vocab_size,
     )
+    kinds_before = dense.config.attention_of_layers
     whole = converted_config(dense.config, to, geometry)
     harm: dict[int, float] = {}
     for layer, kind in enumerate(whole.attention_of_layers):
-        if dense.config.attention_of_layers[layer] != "dense":
+        if kinds_before[layer] != "dense":
             continue
-        model = _with_one_layer(dense, whole, layer, kind)
-        losses = PositionLosses(model, [0, sequence_length], device, beside=dense)
+        kinds = (*kinds_before[:layer], kind, *kinds_before[layer + 1 :])
+        config = replace(whole, layer_types=kinds, selection="exact")
+        model = meta_model(config)
+        # It shares the weights of the other layers.
+        model.load_state_dict(convert_tensors(dense.state_dict(), config), assign=True)
+        losses = PositionLosses(model.eval(), [0, sequence_length], device, beside=dense)
         for batch in batches:
             batch_loss(losses, batch, device)
         harm[layer] = float(losses.compared[0, 1] / losses.counts[0])
         say(f"layer {layer} as {kind}: {harm[layer]:.5f} nats a token from the dense model")
     return harm
-
-
-def _with_one_layer(dense: DecoderLM, whole: ModelConfig, layer: int, kind: Any) -> DecoderLM:
-    """The dense model with one layer as it is in a converted configuration; it shares the other weights."""
-    layers = tuple(kind if index == layer else before for index, before in enumerate(dense.config.attention_of_layers))
-    config = replace(whole, layer_types=layers, selection="exact")
-    model = meta_model(config)
-    model.load_state_dict(convert_tensors(dense.state_dict(), config), assign=True)
-    return model.eval()

@@ -304,19 +304,14 @@ def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozense
     known |= others | {main_thread}
     named: list[str] = []
     compiling = False
-    for code, line in _stacks(main_thread, known):
+    threads = _threads()
+    del threads[threading.get_ident()]
+    unknown = [place for ident, stack in threads.items() if ident not in known for place in stack]
+    for code, line in unknown + threads.get(main_thread, []):
         compiling = compiling or any(part in code.co_filename for part in _COMPILER_FILES)
         if len(named) < depth:
             named.append(f"{code.co_name} ({Path(code.co_filename).name}:{line})")
     return " < ".join(named), compiling
-
-
-def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, int]]:
-    """Code and line of every frame of unknown threads, then of the training thread."""
-    found = _threads()
-    del found[threading.get_ident()]
-    main = found.get(main_thread, [])
-    return [place for ident, stack in found.items() if ident not in known for place in stack] + main
 
 
 def all_stacks() -> str:
