@@ -6,6 +6,8 @@ import os
 import shlex
 import stat
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +70,23 @@ def shell_path(path: str | os.PathLike[str]) -> str:
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
 
 
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make a UserError, with the path, of what the system says against reading there."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {os.fspath(path)}: {os.strerror(error.errno or errno.EIO)}") from error
+
+
 def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The content of a regular file of at most `max_bytes`; a named pipe is refused without waiting for it."""
     file = Path(path)
-    try:
+    with reading(file):
         if not stat.S_ISREG(file.stat().st_mode):
             raise UserError(f"{file} is no regular file")
         with file.open("rb") as opened:
             content = opened.read(max_bytes + 1)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {os.strerror(error.errno or errno.EIO)}") from error
     if len(content) > max_bytes:
         raise UserError(f"{file} is too large: expected at most {max_bytes:,} bytes")
     return content

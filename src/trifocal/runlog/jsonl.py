@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trifocal.errors import UserError
-from trifocal.paths import parse_json
+from trifocal.paths import parse_json, reading
 
 Row = dict[str, Any]
 
@@ -102,7 +102,7 @@ def read_lines(
     much of its end. A torn last line is left out; any other that is no row, or lacks a field or its number, is counted.
     """
     path, rows = Path(path), Rows()
-    try:
+    with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"cannot read {path}: it is no regular file")
         with path.open("rb") as file:
@@ -123,8 +123,6 @@ def read_lines(
                     rows.skipped += 1
                 elif kept(row):
                     rows.append(row)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     return rows
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from trifocal.errors import UserError
-from trifocal.paths import parse_json, read_file
+from trifocal.paths import parse_json, read_file, reading
 from trifocal.train.run_folder import flush
 
 if TYPE_CHECKING:
@@ -69,10 +69,8 @@ def verify_checkpoint(path: Path, *, optimizer: bool = True) -> dict[str, Any]:
     manifest = read_manifest(path)
     expected = manifest["files"]
     # All files of tensors in the folder are read.
-    try:
+    with reading(path):
         extra = sorted(name for name in set(_files(path)) - expected.keys() if name.endswith(".safetensors"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
     if extra:
         raise CheckpointDamaged(f"{path / extra[0]} does not belong to it")
     verify_files(path, expected, optimizer=optimizer)
@@ -87,15 +85,13 @@ def verify_files(folder: Path, expected: dict[str, dict[str, Any]], *, optimizer
 
 
 def _verify_file(file: Path, expected: dict[str, Any], optimizer: bool) -> None:
-    try:
+    with reading(file):
         if not file.is_file():
             raise CheckpointDamaged(f"{file} is missing")
         if file.stat().st_size != expected["bytes"]:
             raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes, expected {expected['bytes']}")
         if (optimizer or not _has_optimizer_only(file)) and _hash(file) != expected["sha256"]:
             raise CheckpointDamaged(f"{file} has changed since it was written (SHA-256 differs)")
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from error
 
 
 def _has_optimizer_only(file: Path) -> bool:
