@@ -114,6 +114,7 @@ class Loader(AbstractContextManager["Loader"]):
         name: The data in messages: the source, with its commit on the hub.
         fingerprint: Hash of the files' names and sizes, or of the commit; empty without text.
         first_wait: Seconds that the consumer waited for the first batch; 0 before it.
+        bad_documents: Those that this process has skipped so far; some may be in batches that are still to come.
 
     Raises:
         UserError: If a setting, the source or the tokenizer does not fit.
@@ -135,7 +136,7 @@ class Loader(AbstractContextManager["Loader"]):
         local_tokens: Callable[[Tensor], Tensor] | None = None,
         change_row: float = math.inf,
     ) -> None:
-        self._activity, self._bad = Activity(), BadDocuments(config.on_bad_document)
+        self._activity, self.bad_documents = Activity(), BadDocuments(config.on_bad_document)
         self._readers = [
             SourceReader(
                 part,
@@ -144,7 +145,7 @@ class Loader(AbstractContextManager["Loader"]):
                 vocab_size=vocab_size,
                 split=split,
                 activity=self._activity,
-                bad=self._bad,
+                bad=self.bad_documents,
             )
             for part in config.parts
         ]
@@ -213,11 +214,6 @@ class Loader(AbstractContextManager["Loader"]):
     def describe(self) -> str:
         """The data in words: sources, fingerprints, numbers of files, and what was left out; empty without text."""
         return " + ".join(filter(None, (reader.describe() for reader in self._readers)))
-
-    @property
-    def bad_documents(self) -> BadDocuments:
-        """The documents that this process has skipped so far; some may be in batches that are still to come."""
-        return self._bad
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
