@@ -265,7 +265,7 @@ def compressed_importance(
     p = scores.masked_fill(unseen[:, None, None], torch.finfo(exact).min).softmax(-1).mean(2)
     if documents is not None:
         own = torch.arange(geometry.num_compressed_blocks(longest_document(num_tokens, documents)), device=q.device)
-        p = _gather(p, layout.first_blocks[ids][..., None] + own, 0.0)
+        p = _gather(p, layout.first_blocks[ids][..., None] + own)
     return importance(p, geometry, num_blocks(num_tokens, geometry, documents)).transpose(1, 2)
 
 
@@ -294,15 +294,14 @@ def _own_blocks(x: Tensor, sample: Sample, geometry: Geometry, documents: Docume
     grid = block_grid(num_tokens, geometry.selection_block_size, documents, x.device)
     own = torch.arange(num_blocks(num_tokens, geometry, documents), device=x.device)
     # What lies behind the document is not free.
-    return _gather(x.transpose(1, 2), grid.first_blocks[documents.ids[sample.tokens]][..., None] + own, 0.0).transpose(
-        1, 2
-    )
+    blocks = grid.first_blocks[documents.ids[sample.tokens]][..., None] + own
+    return _gather(x.transpose(1, 2), blocks).transpose(1, 2)
 
 
-def _gather(x: Tensor, index: Tensor, outside: float) -> Tensor:
-    """[B, G, M, C] and [B, M, K] -> [B, G, M, K]."""
+def _gather(x: Tensor, index: Tensor) -> Tensor:
+    """[B, G, M, C] and [B, M, K] -> [B, G, M, K]; 0 for an index behind the last column."""
     inside = index < x.shape[-1]
-    return x.gather(-1, index.where(inside, 0)[:, None].expand(-1, x.shape[1], -1, -1)).where(inside[:, None], outside)
+    return x.gather(-1, index.where(inside, 0)[:, None].expand(-1, x.shape[1], -1, -1)).where(inside[:, None], 0)
 
 
 def hash_numbers(x: Tensor) -> Tensor:

@@ -61,9 +61,9 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = t
 
 
 @torch.no_grad()
-def draw_keys_apart(model: nn.Module, seed: int = 1) -> None:
+def draw_keys_apart(model: nn.Module) -> None:
     """Give each branch its own keys, as training does; with equal ones a test would not notice a branch mistaken."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if name.endswith(".k_proj.weight"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
