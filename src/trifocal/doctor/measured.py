@@ -74,7 +74,13 @@ def need_of(name: str, config: RunConfig) -> Need:
         preflight(config, device, processes)
     except UserError as error:
         return replace(need, problem=one_line(error))
-    need = replace(need, device=_name(device), processes=processes, memory_bytes=_memory(device))
+    gpu = device.type == "cuda"
+    need = replace(
+        need,
+        device=torch.cuda.get_device_name(device) if gpu else "CPU",
+        processes=processes,
+        memory_bytes=torch.cuda.mem_get_info(device)[1] if gpu else available_memory(),
+    )
     try:
         try:
             return _measured(need, config)
@@ -146,11 +152,3 @@ def _processes(config: RunConfig, device: torch.device) -> int:
     # Each group has its own rows.
     whole = config.train.global_batch_size % groups == 0
     return groups * context if config.parallel.mode != "none" and whole else context
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def _memory(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
