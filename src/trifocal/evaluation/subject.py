@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trifocal.data import DataConfig, Tokenizer
 from trifocal.models import DecoderLM
-from trifocal.ops.dispatch import resolve
 from trifocal.runlog.environment import host_memory_bytes
 from trifocal.train.config.sections import RunConfig
 from trifocal.train.step.micro_batch import autocast
@@ -54,10 +53,7 @@ class Subject:
         config = self.model.config
         if set(config.attention_of_layers) == {"dense"}:
             return ""
-        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        q = torch.empty(1, 1, config.num_heads, config.head_dim, dtype=dtype, device=self.device)
-        v = torch.empty(1, 1, config.num_kv_heads, config.value_dim, dtype=dtype, device=self.device)
-        if resolve("evaluate", config.backend, q, v, config.geometry) != "reference":
+        if config.resolved_backend("evaluate", self.precision, self.device) != "reference":
             return ""
         cuda = self.device.type == "cuda"
         has = torch.cuda.get_device_properties(self.device).total_memory if cuda else host_memory_bytes()

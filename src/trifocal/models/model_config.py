@@ -5,13 +5,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
+import torch
 import tyro
 
 from trifocal.errors import UserError
 from trifocal.fields import check_at_least, check_types, from_table
 from trifocal.nn.rope import UNSCALED, RopeScaling
 from trifocal.ops import Geometry
-from trifocal.ops.dispatch import Backend
+from trifocal.ops.dispatch import Backend, resolve
 from trifocal.ops.geometry import LARGEST_SIZE
 
 Attention = Literal["nsa", "selected", "window", "dense"]
@@ -173,6 +174,13 @@ class ModelConfig:
         if self.selection != "importance":
             return f'model.selection "{self.selection}" learns nothing'
         return "" if self.chooser == "index" else 'model.chooser is "compressed", and the loss teaches an "index"'
+
+    def resolved_backend(self, operation: str, precision: str, device: torch.device) -> str:
+        """The backend of attention whose products have this precision, as of `trifocal.ops.dispatch.resolve`."""
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        q = torch.empty(1, 1, self.num_heads, self.head_dim, dtype=dtype, device=device)
+        v = torch.empty(1, 1, self.num_kv_heads, self.value_dim, dtype=dtype, device=device)
+        return resolve(operation, self.backend, q, v, self.geometry)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":

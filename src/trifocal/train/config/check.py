@@ -12,7 +12,6 @@ from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.models.decoder import meta_model
 from trifocal.ops.devices import computes_bf16
-from trifocal.ops.dispatch import resolve
 from trifocal.paths import MAX_TOML_BYTES
 from trifocal.runlog.sinks import check_sinks
 from trifocal.runlog.traces.tracer import HOOKED, INSIDE_LAYERS
@@ -200,11 +199,8 @@ def _check_backend(config: RunConfig, device: torch.device) -> None:
     model = config.model
     if set(model.attention_of_layers) == {"dense"} or model.backend == "auto":
         return
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
-    v = torch.empty(1, 1, model.num_kv_heads, model.value_dim, dtype=dtype, device=device)
     try:
-        resolve("preflight", model.backend, q, v, model.geometry)
+        model.resolved_backend("preflight", config.train.precision, device)
     except ValueError as error:
         raise UserError(f'model.backend is "{model.backend}": {error}; use "auto" or "reference"') from error
 
