@@ -88,7 +88,7 @@ class Plan(Sizes):
 
 def not_possible(task: str, data: DataConfig | None, config: ModelConfig) -> str:
     """Why a task makes no sense with these data, None if they are not known, and this model; empty if it does."""
-    if task == "choice" and (config.selection == "random" or not {"nsa", "selected"} & set(config.attention_of_layers)):
+    if task == "choice" and (config.selection == "random" or not config.chooses_blocks):
         return "no layer chooses blocks"
     if task == "ruler":
         return config.undecodable

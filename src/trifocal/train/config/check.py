@@ -53,7 +53,6 @@ def preflight(
     _check_precision(config, device)
     _check_layers(config)
     _check_choice_loss(config)
-    _check_distillation(config)
     _check_backend(config, device)
     _check_compiler(config)
     _check_disk(config, begins=begins)
@@ -146,31 +145,30 @@ def _check_change(config: RunConfig) -> None:
         )
 
 
-def _check_distillation(config: RunConfig) -> None:
-    if config.distill.from_ and config.train.only == "chooser":
-        raise UserError(
-            'train.only is "chooser": only its loss teaches the index, and nothing else learns; leave distill.from out'
-        )
-
-
 def _check_choice_loss(config: RunConfig) -> None:
     model = config.model
     weight = config.train.choice_weight(model)
     if weight and model.untaught_choice:
         raise UserError(f"train.choice_loss_weight is {weight:g}, but {model.untaught_choice}; set it to 0")
-    if config.train.only == "chooser" and not model.has_index:
-        why = 'the model has none; set model.chooser to "index"' if model.chooses_blocks else "no layer chooses blocks"
-        raise UserError(f'train.only "chooser" trains only the index, and {why}')
-    covered = model.geometry.selected_tokens
-    if config.train.only == "chooser" and config.train.sequence_length <= covered:
-        raise UserError(
-            f'train.only "chooser" has nothing to learn: the blocks cover all {config.train.sequence_length} tokens of '
-            f"train.sequence_length; it needs several times {covered}, such as --train.sequence_length {4 * covered}"
-        )
     if model.has_index and not weight:
         raise UserError(
             'model.chooser "index" learns only from the loss of the choice; set train.choice_loss_weight above 0, '
             'or model.chooser to "compressed"'
+        )
+    if config.train.only != "chooser":
+        return
+    if not model.has_index:
+        why = 'the model has none; set model.chooser to "index"' if model.chooses_blocks else "no layer chooses blocks"
+        raise UserError(f'train.only "chooser" trains only the index, and {why}')
+    length, covered = config.train.sequence_length, model.geometry.selected_tokens
+    if length <= covered:
+        raise UserError(
+            f'train.only "chooser" has nothing to learn: the blocks cover all {length} tokens of '
+            f"train.sequence_length; it needs several times {covered}, such as --train.sequence_length {4 * covered}"
+        )
+    if config.distill.from_:
+        raise UserError(
+            'train.only is "chooser": only its loss teaches the index, and nothing else learns; leave distill.from out'
         )
 
 
