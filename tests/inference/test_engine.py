@@ -22,8 +22,8 @@ def model(make_model):
     return make_model().float()
 
 
-def make_engine(model, max_sequences=4, *, tokenizer=None, **options):
-    cached = CachedModel(model, max_sequences=max_sequences, max_length=60, page_size=8, **options)
+def make_engine(model, max_sequences=4, *, tokenizer=None, page_size=8, **options):
+    cached = CachedModel(model, max_sequences=max_sequences, max_length=60, page_size=page_size, **options)
     with torch.inference_mode():
         for tensor in (*cached.cache._pages, *cached.cache._rings):
             tensor.fill_(torch.nan)
@@ -62,22 +62,25 @@ def alone(model, requests, **options):
     return [result(completion) for request in requests for completion in engine.complete([request])]
 
 
-# The last has widths that leave the matrices of most sequences at no multiple of 16 bytes.
+# The second has widths that leave the matrices of most sequences at no multiple of 16 bytes; the third the pages that
+# lie in order without a copy.
 @pytest.mark.parametrize(
-    "options",
+    ("options", "page_size"),
     [
-        {"compressor": "mlp", "chooser": "index"},
-        {"num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "value_dim": 10},
+        ({"compressor": "mlp", "chooser": "index"}, 8),
+        ({"num_heads": 3, "num_kv_heads": 1, "head_dim": 6, "value_dim": 10}, 8),
+        ({"layer_types": ("window", "dense")}, 1),
     ],
     ids=str,
 )
-def test_company_changes_no_bit(make_model, options):
+def test_company_changes_no_bit(make_model, options, page_size):
     """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
     model = make_model(**options).float()
     requests = draw_requests(6)
-    expected = alone(model, requests)
-    for max_sequences, num_pages in ((8, 0), (3, 0), (8, 7)):
-        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, prefill_chunk_size=30)
+    expected = alone(model, requests, page_size=page_size)
+    for max_sequences, num_pages in ((8, 0), (3, 0), (8, 56 // page_size)):
+        sizes = {"page_size": page_size, "num_pages": num_pages, "prefill_chunk_size": 30}
+        engine, cached = make_engine(model, max_sequences, **sizes)
         found = engine.complete(requests)
         assert [result(completion) for completion in found] == expected
         assert engine.idle and cached.num_free_rows == max_sequences

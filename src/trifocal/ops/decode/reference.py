@@ -266,7 +266,8 @@ def _learned(windows: Tensor, phi: LearnedCompressor) -> Tensor:
 def _gather_pages(pages: Tensor, batch: DecodeBatch) -> Tensor:
     """All rows of each sequence's pages in order, [B, G, rows, *]; those that the table does not name hold anything."""
     table_BM = batch.block_table.clamp(0, pages.shape[0] - 1)
-    return pages[table_BM].transpose(1, 2).flatten(2, 3)
+    # Pages of one token stay a view; a product copies that of two sequences and not that of one, and rounds otherwise.
+    return pages[table_BM].transpose(1, 2).flatten(2, 3).contiguous()
 
 
 def _write_rings(
