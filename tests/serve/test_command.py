@@ -9,17 +9,20 @@ import signal
 import socket
 import sys
 import time
+import urllib.request
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from openai import OpenAI
+from openai import APIError, OpenAI
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from tests import warm
 from tests.children import environment, wait_for_end
+from tests.written_runs import wait_for
 from trifocal.cli import main
 from trifocal.cli import serve as server
 from trifocal.cli.serve import ServeArguments
@@ -71,6 +74,35 @@ def test_a_folder_is_served_until_a_signal(folder):
         next(events)
         process.send_signal(signal.SIGTERM)
         assert [event.choices[0].finish_reason for event in events][-1] == "length"
+        assert wait_for_end(process, 30) == 0
+
+
+def test_who_has_no_time_to_end_is_told(folder):
+    """A stream, a whole answer and half a request, when the time after SIGTERM is over; `serve` looks at the log."""
+    with (
+        serve(folder, "--max-length", "30000", "--drain-seconds", "1") as (process, url, _),
+        OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0) as client,
+        ThreadPoolExecutor(2) as pool,
+        socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as begun,
+    ):
+        options = {"model": "tiny", "prompt": "x", "max_tokens": 29_000, "extra_body": {"ignore_eos": True}}
+        events = iter(client.completions.create(stream=True, **options))
+        next(events)
+        begun.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Authorization: Bearer sesame\r\nContent-Length: 9\r\n\r\n{"
+        )
+        ends = [pool.submit(list, events), pool.submit(client.completions.create, **options)]
+
+        def running():
+            return "trifocal_requests_running 2" in urllib.request.urlopen(f"{url}/metrics").read().decode()
+
+        wait_for(running)
+        process.send_signal(signal.SIGTERM)
+        for end in ends:
+            with pytest.raises(APIError, match="the server was stopped before the answer had ended"):
+                end.result(60)
+        assert begun.recv(100).startswith(b"HTTP/1.1 503 ")
         assert wait_for_end(process, 30) == 0
 
 

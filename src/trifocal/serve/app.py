@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ _EVENTS = [
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 ]
+
+# For those whose answers have not ended when the server cancels them, as the time for that is over.
+_STOPPED = ApiError(503, "the server was stopped before the answer had ended")
 
 
 def _hash_of(tag: str) -> str:
@@ -91,6 +94,8 @@ def make_app(
                 call = await run_in_threadpool(service.read, body, chat=chat)
             except RecursionError as error:
                 raise ApiError(400, "the body is nested too deeply") from error
+            except asyncio.CancelledError:
+                return _response(_STOPPED)
             return _AnswerResponse(worker, pictures, call, Answer(service, call))
 
         return guarded(respond)
@@ -157,6 +162,14 @@ class _AnswerResponse(Response):
                 if not work.done():
                     return
                 response = work.result()
+            except asyncio.CancelledError:
+                # Whoever does not read what is sent is left when the server, at its end, cancels once more.
+                with suppress(asyncio.CancelledError):
+                    if self._call.stream:
+                        await _send_part(send, _error_event(_STOPPED), more=False)
+                    else:
+                        await _response(_STOPPED)(scope, receive, send)
+                return
             finally:
                 work.cancel()
                 gone.cancel()
@@ -183,7 +196,7 @@ class _AnswerResponse(Response):
                     if choice["text"] or choice["logprobs"] or choice["finish_reason"]:
                         events += answer.event(choice)
             except ApiError as error:
-                await _send_part(send, f"{events}data: {json.dumps(error.body)}\n\n", more=False)
+                await _send_part(send, events + _error_event(error), more=False)
                 return
             await _send_part(send, events)
         await _send_part(send, answer.last_events(), more=False)
@@ -192,6 +205,10 @@ class _AnswerResponse(Response):
         if update.token is None:
             raise ApiError(500, "the model's output is not finite: its weights are broken")
         return self._answer.choice(update)
+
+
+def _error_event(error: ApiError) -> str:
+    return f"data: {json.dumps(error.body)}\n\n"
 
 
 async def _send_part(send: Send, text: str, *, more: bool = True) -> None:
