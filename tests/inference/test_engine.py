@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trifocal.inference.engine as engine_module
+from tests.chat_data import write_llama_tokenizer
 from trifocal.data import make_tokenizer
 from trifocal.inference import CachedModel, Engine, Request, RequestTooLong, Sampling
 from trifocal.inference.prompt_lookup import PromptLookup
@@ -598,6 +599,18 @@ def test_stop_tokens_and_strings(make_model):
     by_string = stopped(stop=("never in it", string))
     assert by_string.finish_reason == "stop" and by_string.text == free.text[: free.text.index(string)]
     assert by_string.tokens == free.tokens[: len(by_string.tokens)] and len(by_string.tokens) < 30
+
+
+@pytest.mark.parametrize("prompt", ["日" * 12, "日🙂" * 9, "ab 日é"])
+def test_characters_of_bytes_follow_a_prompt_of_them(model, tmp_path, prompt):
+    """As in vocabularies of Llama 2, which read a row of bytes as a whole; the engine looks at the prompt's last 32."""
+    pytest.importorskip("tokenizers")
+    tokenizer = make_tokenizer(str(write_llama_tokenizer(tmp_path)))
+    tokens, answer = (tokenizer.encode_prompt(text).tolist() for text in (prompt, "日本 the"))
+    engine, _ = make_engine(model, tokenizer=tokenizer)
+    stream = engine._state(Request(prompt=tokens, max_new_tokens=1), 0).stream
+    # Without <s> and the space in front of a text.
+    assert [stream.add(token) for token in answer[2:]] == ["", "", "日", "", "", "本", " the"]
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,10 @@ class Engine:
         seed = (request.sampling.seed + sample) % 2**64
         stream = None
         if self._tokenizer is not None:
-            stream = TextStream(self._tokenizer, request.prompt_tensor[-_NEIGHBOURS:].tolist(), request.stop)
+            before = request.prompt_tensor[-_NEIGHBOURS:].tolist()
+            # From a whole character on: some tokenizers read no character of a row of bytes that begins inside of one.
+            begins = (i for i in range(min(4, len(before))) if self._tokenizer.decode(before[i:])[:1] != "\ufffd")
+            stream = TextStream(self._tokenizer, before[next(begins, 0) :], request.stop)
         return RequestState(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
 
     def _enter(self) -> None:
