@@ -95,12 +95,6 @@ def _build(cls: type[T], table: Mapping[str, Any], source: str, prefix: str, kno
             values[key] = _build(typing.cast(type, kind), value, source, name + ".", known)
         else:
             values[key] = checked(kind, value, source + name)
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        key = key_of(field.name)
-        if required and key not in values:
-            what = "section" if dataclasses.is_dataclass(types[key]) else "key"
-            raise UserError(f'{source}the {what} "{prefix}{key}" is missing')
     try:
         return cls(**{attribute_of(key): value for key, value in values.items()})
     except ValueError as error:
