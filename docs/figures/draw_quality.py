@@ -175,18 +175,18 @@ def draw_time() -> Figure:
     """Validation loss of the longest trainings in rows of 8,192 over the minutes of a GPU, at their tokens/s on one."""
     results = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("longer_h200_*.json"))]
     rows = [row for result in results for row in result["rows"] if row["row"] == 8192]
-    # The last of each: those of the shorter trainings, where there are any, which had nothing beside them.
-    rates = {row["attention"]: row["tokens_per_second"] for row in rows if row["gpus"] == 1}
+    # The highest of each: the others had something beside them.
+    alone = sorted((row for row in rows if row["gpus"] == 1), key=lambda row: row["tokens_per_second"])
+    rates = {row["attention"]: row["tokens_per_second"] for row in alone}
     # The first page does not know the names of the benchmarks.
     words = {"mix-dense": "dense mix", "selected-index": "one branch"}
     figure = Figure(figsize=(5.2, 3.0), layout="constrained", facecolor="white")
     axes = figure.subplots()
-    for row in rows:
-        if row["steps"] == 16000:
-            steps, losses = zip(*row["curve"], strict=True)
-            minutes = np.array(steps) * row["tokens"] / row["steps"] / rates[row["attention"]] / 60
-            name = row["attention"]
-            axes.plot(minutes, losses, color=COLOURS[name], label=words.get(name, name))
+    # The last of each: the mix has its preset's rotary base.
+    for name, row in {row["attention"]: row for row in rows if row["steps"] == 16000}.items():
+        steps, losses = zip(*row["curve"], strict=True)
+        minutes = np.array(steps) * row["tokens"] / row["steps"] / rates[name] / 60
+        axes.plot(minutes, losses, color=COLOURS[name], label=words.get(name, name))
     axes.set(xlabel="minutes of one H200", ylabel="nats per byte", title="validation loss", ylim=(0.37, 0.65))
     return _finished(figure, axes)
 
