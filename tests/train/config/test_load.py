@@ -171,14 +171,6 @@ def test_a_pattern_of_layers_repeats_over_another_number_of_layers():
     assert override(mix, {"model.num_layers": 4}).model.layer_types == ("window", "dense", "dense", "dense")
     with pytest.raises(UserError, match="must divide 6 layers, got 4"):
         override(mix, {"model.num_layers": 6})
-    for before, after in (((0, 4), (0, 4, 8, 12)), ((0,), (0,)), ((3, 4), (3, 4)), ((), ())):
-        changed = override(mix, {"model.unrotated_layers": before, "model.unscaled_layers": (1, 2, 5, 6)})
-        found = override(changed, {"model.num_layers": 16}).model
-        assert (found.unrotated_layers, found.unscaled_layers[4:]) == (after, (9, 10, 13, 14))
-    assert override(changed, {"model.num_layers": 4}).model.unscaled_layers == (1, 2)
-    assert override(changed, {"model.num_layers": 4, "model.unscaled_layers": (3,)}).model.unscaled_layers == (3,)
-    with pytest.raises(UserError, match="num_layers must be at most"):
-        override(changed, {"model.num_layers": 2**62})
 
 
 def test_the_nearest_name_is_of_the_same_leaf_or_alike():

@@ -7,7 +7,6 @@ from typing import Any
 
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table, nested, read_flags, value_of
-from trifocal.models.model_config import MAX_LAYERS
 from trifocal.paths import read_toml, user_path
 from trifocal.train.checkpoint.pretrained import pretrained_values
 from trifocal.train.config.sections import RunConfig
@@ -93,15 +92,8 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
         return config
     values = {name: value_of(config, name) for name in dotted_fields(RunConfig)}
     if "model.num_layers" in given:
-        # A preset's pattern repeats over another number of layers, and so do numbers of layers that repeat with it.
-        values["model.layer_types"] = pattern = repeating(config.model.layer_types)
-        count = min(checked(int, given["model.num_layers"], "model.num_layers"), MAX_LAYERS)
-        for name in ("model.unscaled_layers", "model.unrotated_layers") if pattern else ():
-            before, after = (
-                tuple(layer for layer in range(layers) if layer % len(pattern) in values[name])
-                for layers in (config.model.num_layers, count)
-            )
-            values[name] = after if values[name] == before else values[name]
+        # A preset's pattern repeats over another number of layers.
+        values["model.layer_types"] = repeating(config.model.layer_types)
     if "data.source" in given:
         sources = checked(str | tuple[str, ...], given["data.source"], "data.source")
         values["data.revision"] = config.data.revisions_of([sources] if isinstance(sources, str) else sources)
