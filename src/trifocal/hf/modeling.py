@@ -410,11 +410,11 @@ class ChoiceRecall(TrainerCallback):
         layers = [layer for layer in layers if layer.index is not None]
         if not layers or any(layer.trains_index and layer.choice_loss_weight > 0 for layer in layers):
             return
-        why = 'frozen; LoRA trains them with target_modules="all-linear" or modules_to_save=["index"]'
+        why, remedy = "are frozen", '; LoRA trains them with target_modules="all-linear" or modules_to_save=["index"]'
         if any(layer.trains_index for layer in layers):
-            why = "given a choice_loss_weight of 0"
+            why, remedy = "have a choice_loss_weight of 0", ""
         warnings.warn(
-            f"the indexes of this model learn nothing and have no choice_recall: they are {why}", stacklevel=2
+            f"the indexes of this model {why}: they learn nothing and have no choice_recall{remedy}", stacklevel=2
         )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **given: Any) -> None:
