@@ -99,6 +99,17 @@ def test_a_stopped_process_is_stalled_and_told_how_to_continue(sleeper):
     assert "been stopped" not in verdict(11.0, pid=sleeper.pid)[1]
 
 
+def test_a_stopped_process_may_be_stopped_where_the_system_does_not_tell(sleeper, monkeypatch):
+    # As on macOS, which has no /proc.
+    monkeypatch.setattr("trifocal.runlog.proc._fields", lambda pid: [])
+    sleeper.send_signal(signal.SIGSTOP)
+    state, reason = verdict(60.0, pid=sleeper.pid)
+    assert state == "stalled" and f"it is stopped (kill -CONT {sleeper.pid} lets it continue), or in C code" in reason
+    sleeper.kill()
+    sleeper.wait()
+    assert verdict(60.0, pid=sleeper.pid)[0] == "dead"
+
+
 def test_silence_of_a_process_that_exists_is_a_stall():
     state, reason = verdict(60.0, pid=os.getpid())
     assert state == "stalled" and "interpreter's lock" in reason and "forward (attention.py:190)" in reason

@@ -81,6 +81,8 @@ def _silent(row: Row, silence: float, state: str) -> Verdict:
         return Verdict("dead", f"no heartbeat from {row['host']} for {duration(silence)}; {_last_seen(row)}")
     kernel = "it waits for a disk or a device in the kernel"
     keeps = f"in C code that keeps the interpreter's lock (py-spy dump --pid {row['pid']} shows where)"
+    if state == "?":
+        keeps = f"it is stopped (kill -CONT {row['pid']} lets it continue), or {keeps}"
     reason = kernel if state == "D" else keeps
     what = f"process {row['pid']} exists but has been silent for {duration(silence)}: {reason}"
     return Verdict("stalled", f"{what}; {_last_seen(row)}")
