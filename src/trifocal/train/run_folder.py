@@ -59,7 +59,8 @@ def flush(path: Path) -> None:
 
 
 LOCK_FILE = ".lock"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+# macOS tells ENOTSUP and EOPNOTSUPP apart.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 """Errors of a file system that has no locks."""
 
 
