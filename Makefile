@@ -32,7 +32,7 @@ $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 # The test tools include what reports need, so that one installation is enough.
 $(VENV)/installed-dev: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing Trifocal, PyTorch and the test tools …"
-	@$(PIP) install -c constraints.txt -e '.[dev]' triton
+	@$(PIP) install -c constraints.txt -e '.[dev]' 'triton; sys_platform == "linux"'
 	@touch $(VENV)/installed $@
 
 demo: $(VENV)/installed

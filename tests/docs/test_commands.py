@@ -2,12 +2,14 @@
 
 import importlib
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 import tyro
+from packaging.requirements import Requirement
 
 import trifocal.cli.train as train_command
 from tests.children import load_script
@@ -95,6 +97,13 @@ def test_command_is_taken(page, line, monkeypatch):
         for word in line:
             if re.match(r"(src|tests|docs|configs|benchmarks|\.ci)/", word):
                 assert Path(ROOT / word.partition("::")[0]).exists(), word
+
+
+def test_the_tests_are_installed_also_where_triton_does_not_exist():
+    install = re.search(r"install .*\[dev\].*", (ROOT / "Makefile").read_text())[0]
+    (triton,) = [word for word in shlex.split(install) if word.startswith("triton")]
+    assert not Requirement(triton).marker.evaluate({"sys_platform": "darwin"})
+    assert Requirement(triton).marker.evaluate({"sys_platform": "linux"})
 
 
 SHARED = [
