@@ -3,7 +3,8 @@
     pip install 'trifocal[hf]' accelerate
     python examples/huggingface.py
 
-Each `# %%` is a cell of a notebook. docs/huggingface.md explains the steps; a test compares its blocks with these.
+Each `# %%` is a cell of a notebook. docs/huggingface.md explains the steps, and what a Mac needs; a test compares its
+blocks with these.
 """
 
 # %% A folder for everything that is written
