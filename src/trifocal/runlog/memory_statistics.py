@@ -10,7 +10,9 @@ import torch
 
 
 class MemoryStatistics(NamedTuple):
-    """Bytes in use. On CUDA the caching allocator's figures; on a CPU the process's resident set."""
+    """Bytes in use. On CUDA the caching allocator's figures; on a CPU the process's resident set, without `/proc` its
+    peak.
+    """
 
     allocated_bytes: int
     reserved_bytes: int | None
