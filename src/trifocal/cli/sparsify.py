@@ -257,10 +257,7 @@ class _Work:
 
     def _choose_layers(self) -> dict[str, Any]:
         options = self.options
-        harm = layers_by_harm(
-            *(self.dense, options.to, options.blocks, options.text, self.length, self.device),
-            say=lambda text: print(f"  {text}", flush=True),
-        )
+        harm = layers_by_harm(self.dense, options.to, options.blocks, options.text, self.length, self.device, _say)
         _free_gpu()
         kept = sorted(sorted(harm, key=lambda layer: -harm[layer])[: options.keep_dense])
         print(f"layers that stay dense: {', '.join(map(str, kept))}")
@@ -519,3 +516,7 @@ def _forecast(need: Need, options: SparsifyArguments, output: Path) -> str:
         f"disk    {2 * need.disk_bytes / 1e9:,.1f} GB at most, {free / 1e9:,.1f} GB are free",
     ]
     return "\n".join(f"  {line}" for line in lines)
+
+
+def _say(text: str) -> None:
+    print(f"  {text}", flush=True)
