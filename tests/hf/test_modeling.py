@@ -16,7 +16,7 @@ from trifocal.nn.chooser import first_index
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
-# The names that transformers 5.17 has too.
+# The names that transformers 5.18 has too.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 QK = ("cu_seq_lens_q", "cu_seq_lens_k")
 TOKENS = random_tokens((2, 30), 64, CPU)
