@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKED = (
@@ -18,8 +19,8 @@ PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""
 
 def write_tokenizer(folder, template=MARKED, merges=()):
     """Bytes with the given merges, in a folder that transformers wrote."""
+    transformers = pytest.importorskip("transformers")
     import tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *("".join(pair) for pair in merges)]
@@ -28,7 +29,7 @@ def write_tokenizer(folder, template=MARKED, merges=()):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], pad_token=SPECIAL[0])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], pad_token=SPECIAL[0])
     fast.chat_template = template or None
     fast.save_pretrained(folder)
     return folder

@@ -17,6 +17,7 @@ ROWS = ["dense", "n = 32", "text", "window"]
 
 
 def test_every_kind_of_row_is_made_once(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
     need = Need(name="", parameters=1, state_bytes=1, disk_bytes=1, step_seconds=0.1)
     monkeypatch.setattr(sparsify, "need_of", lambda name, config: need)
     monkeypatch.setattr(real_model, "_NEW_TOKENS", 2)
