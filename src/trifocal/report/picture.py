@@ -40,8 +40,7 @@ def picture_card(pictures: list[AttentionPicture]) -> str:
     """The picture with its controls, as HTML for picture.js, of at least one picture of a run."""
     last = pictures[-1]
     num_groups = last.importance.shape[2]
-    shown = _shown(last)
-    layers = _select("layer", [*shown], [*shown].index(last.layers[-1]))
+    layers = _select("layer", [*_shown(last)], last.layers[-1])
     groups = _select("group", list(range(num_groups)), 0)
     frames = len(pictures) - 1
     hidden = " hidden" if frames == 0 else ""
@@ -86,10 +85,9 @@ def _select(name: str, labels: list[int], selected: int) -> str:
 def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
     last = pictures[-1]
     _, _, num_groups, num_blocks = last.importance.shape
-    shown = _shown(last)
     return {
-        "shown": [*shown.values()],
-        "layer": [*shown].index(last.layers[-1]),
+        "shown": [*_shown(last).values()],
+        "layer": last.layers[-1],
         "groups": num_groups,
         "blocks": num_blocks,
         "slots": last.selected.shape[-1],
