@@ -6,7 +6,8 @@ const makePicture = (box) => {
   const frames = data.frames.map((frame) => ({ step: frame.step, importance: bytes(frame.importance),
     dense: bytes(frame.dense), gates: bytes(frame.gates), selected: new Int16Array(bytes(frame.selected).buffer) }));
   const find = (name) => box.querySelector(name);
-  const state = { frame: frames.length - 1, layer: data.layer, group: 0, row: Math.round(0.85 * (rows - 1)) };
+  const state = { frame: frames.length - 1, layer: Number(find(".layer").value), group: 0,
+    row: Math.round(0.85 * (rows - 1)) };
   const bin = Math.ceil(total / 256), columns = Math.ceil(total / bin), rowTokens = (total - 1) / Math.max(rows - 1, 1);
   const tip = document.createElement("div");
   tip.className = "tip";

@@ -33,7 +33,7 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
         return []
     chosen = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), _MAX_FRAMES)).round().astype(int))
     pictures = [read_picture(paths[index]) for index in chosen]
-    return [picture for picture in pictures if _scene(picture) == _scene(pictures[-1])]
+    return [picture for picture in pictures if picture.texts == pictures[-1].texts]
 
 
 def picture_card(pictures: list[AttentionPicture]) -> str:
@@ -87,7 +87,6 @@ def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
     _, _, num_groups, num_blocks = last.importance.shape
     return {
         "shown": [*_shown(last).values()],
-        "layer": last.layers[-1],
         "groups": num_groups,
         "blocks": num_blocks,
         "slots": last.selected.shape[-1],
@@ -117,8 +116,3 @@ def _shown(picture: AttentionPicture) -> dict[int, tuple[int, int]]:
 
 def _base64(array: NDArray[Any]) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-
-
-def _scene(picture: AttentionPicture) -> tuple[Any, ...]:
-    shapes = picture.importance.shape, picture.selected.shape
-    return *shapes, picture.layers, picture.others, picture.geometry, picture.texts
