@@ -107,6 +107,19 @@ def test_a_taught_choice_is_that_of_one_process(tmp_path):
         torch.testing.assert_close(whole, expected, rtol=0.05, atol=5e-3)
 
 
+def test_the_gradient_of_an_index_is_that_of_one_process(tmp_path):
+    """Averaged during backward, or added up behind it. Where all else is frozen, the norm that is logged is its own."""
+    flags = ("--model.chooser", "index", "--train.choice_loss_sample", "0.5", "--train.only", "chooser")
+    flags = (*flags, "--train.steps", "2", "--evaluate.interval_steps", "0", "--log.sample_interval_steps", "0")
+    norms = []
+    for mode, size, fault in (("auto", 1, ""), ("ddp", 2, ""), ("ddp", 2, "graphs")):
+        run = finish(tmp_path / f"{mode}{fault}", mode, size, *flags, fault=fault)
+        norms.append([row["gradient_norm"] for row in read_metrics(run / "metrics.jsonl", "train")])
+    assert len(norms[0]) == 2 and min(norms[0]) > 0
+    for several in norms[1:]:
+        assert several == pytest.approx(norms[0], rel=1e-3)
+
+
 def test_compiled_checkpointed_layers_are_the_same(tmp_path):
     """And compiled: the hooks of FSDP stay outside, so that all layers share one's graphs. The layers are OLMo 2's."""
     olmo = (f"--model.{name}=true" for name in ("norm_after", "qk_norm", "qk_norm_all_heads"))

@@ -268,6 +268,8 @@ def test_the_index_of_a_converted_model_learns_in_every_trainer(tokenizer, conve
         )  # fmt: skip
     trainer.train()
     recalls = [row["choice_recall"] for row in trainer.state.log_history if "loss" in row]
+    # Not in rows of other figures.
+    assert sum("choice_recall" in row for row in trainer.state.log_history) == 24
     assert len(recalls) == 24 and sum(recalls[-4:]) > sum(recalls[:4]) + 4 * 0.15
     of_layers = choice_recall(trainer.model).values()
     assert len(of_layers) == 2 and recalls[-1] == pytest.approx(sum(of_layers) / 2)
@@ -294,13 +296,16 @@ def test_the_loss_of_the_choice_is_scaled_as_that_of_the_labels():
     """By the labels of all accumulated batches, and by what a loop does with the loss."""
     model = tiny_model().train()
     tokens = torch.arange(40).view(1, 40)
-    found = []
-    for items, factor in ((None, 1.0), (78, 1.0), (None, 0.5)):
+    shifted, few = functional.pad(tokens[:, 1:], (0, 1), value=-100), tokens.masked_fill(tokens < 20, -100)
+    whole, half, found = {"labels": tokens}, {"num_items_in_batch": 78}, []
+    # Where both are given, shifted labels count.
+    by_shifted = [{"labels": labels, "shift_labels": shifted, **half} for labels in (None, few)]
+    for given, factor in ((whole, 1.0), (whole | half, 1.0), (whole, 0.5), *((given, 1.0) for given in by_shifted)):
         model.zero_grad()
-        loss = model(tokens, labels=tokens, num_items_in_batch=items).loss
+        loss = model(tokens, **given).loss
         # The loss that is shown is that of the labels.
         with torch.no_grad():
-            untaught = model(tokens, labels=tokens, num_items_in_batch=items, use_cache=False).loss
+            untaught = model(tokens, **given, use_cache=False).loss
         assert loss.item() == untaught.item()
         (factor * loss).backward()
         found.append([parameter.grad.clone() for parameter in model.parameters()])

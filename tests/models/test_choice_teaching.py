@@ -73,11 +73,15 @@ def test_any_loop_has_the_gradient_of_the_trainers_loss(model, packed, monkeypat
         return drawn[-1]
 
     monkeypatch.setattr(choice_teaching, "draw_queries", draw)
+    weights = torch.tensor([1.0, 1.0, 4.0])
+    model.attention_layers()[2].choice_loss_weight = 4.0
     loss = model(tokens, targets, **given)
     found = _gradients(model, 0.25 * loss)
     counts = drawn[0].eligible.sum((1, 2)) * model.config.num_kv_heads
     assert counts.all()
-    teaching = ChoiceTeaching(torch.tensor(1), 0.25 / counts, torch.zeros(3, 2, dtype=torch.float64), 128, STRETCH)
+    teaching = ChoiceTeaching(
+        torch.tensor(1), 0.25 * weights / counts, torch.zeros(3, 2, dtype=torch.float64), 128, STRETCH
+    )
     model._draw = lambda *_: drawn[0]
     with_samples = model(tokens, targets, teaching=teaching, **given)
     assert torch.equal(with_samples, loss)
@@ -88,15 +92,33 @@ def test_any_loop_has_the_gradient_of_the_trainers_loss(model, packed, monkeypat
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-15)
     recall = choice_recall(model)
     assert list(recall) == ["blocks.0.attention", "blocks.2.attention"]
-    assert [*recall.values()] == pytest.approx((teaching.totals[::2, 1] / 0.25).tolist(), rel=1e-9)
+    assert [*recall.values()] == pytest.approx((teaching.totals[:, 1] / 0.25 / weights)[::2].tolist(), rel=1e-9)
     # The loss is made from the logits: the queries are those of another draw, the scale is 1.
     drawn.clear()
     logits = model(tokens, **given)
     found = _gradients(model, functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
     counts = drawn[0].eligible.sum((1, 2)) * model.config.num_kv_heads
-    teaching = teaching._replace(scales=1 / counts)
+    teaching = teaching._replace(scales=weights / counts)
     expected = _gradients(model, model(tokens, targets, teaching=teaching, **given))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-14)
+
+
+def test_a_document_teaches_what_it_teaches_alone(model):
+    """By every query. Beside it, and alone, one whose queries choose all of their blocks teaches nothing."""
+    tokens, layers = random_tokens((1, 128), 64, CPU), [model.attention_layers()[number] for number in (0, 2)]
+    for layer in layers:
+        layer.choice_loss_stretch = 1
+    model(tokens[:, 30:], tokens[:, 30:])
+    alone = [layer.choice_figures for layer in layers]
+    model(tokens, tokens, cu_seqlens=torch.tensor([0, 30, 128]))
+    torch.testing.assert_close([layer.choice_figures for layer in layers], alone, rtol=1e-9, atol=0)
+    found = _gradients(model, model(tokens[:, :30], tokens[:, :30]))
+    assert all(gradient.isfinite().all() for gradient in found.values()) and not choice_recall(model)
+    # The first layer that learns has the stretch of all.
+    layers[0].index.requires_grad_(False)
+    layers[0].choice_loss_stretch = 128
+    model(tokens[:, 30:], tokens[:, 30:])
+    torch.testing.assert_close(layers[1].choice_figures, alone[1], rtol=1e-9, atol=0)
 
 
 def test_recomputed_layers_learn_from_the_same_queries(model):

@@ -69,7 +69,8 @@ def test_without_targets_each_process_has_whole_sequences():
 @pytest.mark.parametrize(
     "kind",
     [
-        {}, {"chooser": "index"}, {"attention": "selected"}, {"attention": "dense"},
+        {}, {"chooser": "index"}, {"attention": "selected"}, {"attention": "selected", "chooser": "index"},
+        {"attention": "dense"},
         {"layer_types": ("window", "dense"), "sliding_window": 5},
     ],
     ids=str,
@@ -89,3 +90,8 @@ def test_a_layer_has_one_exchange(kind):
         teaching = ChoiceTeaching(torch.tensor(1), torch.ones(layers), torch.zeros(layers, 2), 48, 5)
     model(tokens, tokens, teaching=teaching).backward()
     assert len(calls) == 1 + layers
+    model.zero_grad()
+    # Without a sample of all tokens nothing is drawn of the local ones.
+    model(tokens, tokens).backward()
+    assert len(calls) == 2 * (1 + layers)
+    assert all(one.grad is None for name, one in model.named_parameters() if ".index." in name)

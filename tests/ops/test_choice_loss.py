@@ -7,7 +7,7 @@ import torch
 
 from trifocal import ops
 from trifocal.ops import Documents, Geometry, choice_loss, reference
-from trifocal.ops.choice_loss import Sample, free_places, num_free, sample_queries
+from trifocal.ops.choice_loss import Sample, draw_queries, free_places, num_free, sample_queries
 from trifocal.testing import oracle
 
 GEOMETRY = Geometry(4, 2, 8, 5, 1, 2, 8)
@@ -100,8 +100,21 @@ def test_sample_does_not_depend_on_the_batch():
     for other in (draw(tokens, step=6), draw(tokens, layer=3)):
         assert not torch.equal(other.tokens, whole.tokens)
     # Every query is drawn in some step.
-    drawn_tokens = torch.cat([draw(tokens[:1], step=step).tokens for step in range(120)])
-    assert set(drawn_tokens.unique().tolist()) == set(range(length))
+    steps = [draw(tokens[:1], step=step) for step in range(120)]
+    assert set(torch.cat([one.tokens for one in steps]).unique().tolist()) == set(range(length))
+    # The last stretch has two tokens of eight: they are drawn as often as others, in 15 steps.
+    assert sum((one.tokens[one.eligible] == length - 1).sum() for one in steps) < 40
+
+
+def test_queries_of_any_loop_are_drawn_evenly():
+    """Apart for each layer and row, and of the last stretch, which has two tokens of eight, as often as of others."""
+    torch.manual_seed(0)
+    sample = draw_queries(torch.arange(100, 150), 1000, 2, GEOMETRY, 8)
+    counts = torch.bincount(sample.tokens[sample.eligible], minlength=50)
+    # Each token is expected 2000 / 8 times, with a standard deviation of 15.
+    assert (counts - 250).abs().max() < 5 * 15
+    first = sample.tokens[:, 0]
+    assert not torch.equal(*first) and not torch.equal(first, sample.tokens[:, 1])
 
 
 def test_recall_of_a_choice():

@@ -112,12 +112,21 @@ def test_no_eligible_query_is_no_loss(tmp_path, heartbeat):
         ((*INDEX, *TAUGHT), 0.5),
         # A mix whose layers have no choice.
         ((*INDEX, "--model.layer_types", "window", "dense"), 0),
+        # A control, in which no index chooses.
+        ((*INDEX, "--model.selection", "random"), 0),
     ],
 )
 def test_the_weight_follows_the_model_unless_it_is_given(tmp_path, model, weight):
     config = make_config(tmp_path, *model)
     assert config.train.choice_weight(config.model) == weight
     preflight(config, CPU)
+
+
+def test_a_stretch_is_that_of_any_loop_and_at_most_a_row(tmp_path):
+    config = make_config(tmp_path, *INDEX, "--train.sequence_length", "1000")
+    layers = DecoderLM(config.model).attention_layers()
+    assert {layer.choice_loss_stretch for layer in layers} == {config.train.choice_loss_stretch}
+    assert replace(config.train, sequence_length=32).choice_loss_stretch == 32
 
 
 @pytest.mark.parametrize("only", ["all", "chooser"])
