@@ -233,6 +233,14 @@ def test_tokens_that_the_rings_have_lost_are_not_taken_back(model):
             torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="crop can take back 30 tokens, got 31"):
         cache.crop(-31)
+    # Of the row that got the fewest.
+    cache = model(tokens.expand(2, -1)).past_key_values
+    cache.crop(-64)
+    mask = torch.ones(2, 106, dtype=torch.int64)
+    mask[1, 98:] = 0
+    model(tokens[:, 96:106].expand(2, -1), attention_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="crop can take back 2 tokens, got 3"):
+        cache.crop(-3)
 
 
 @torch.no_grad()

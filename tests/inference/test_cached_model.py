@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.attentions import OPTIONS
 from trifocal.errors import UserError
-from trifocal.inference import cached_attention, cached_model, prompts
+from trifocal.inference import cached_attention, cached_model, paged_cache, prompts
 from trifocal.inference.cached_model import CachedModel, OutOfRows
-from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, plan_cache
+from trifocal.inference.paged_cache import cache_bytes, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.inference.pages import OutOfPages
 from trifocal.inference.prefill import Chunk
 from trifocal.ops import Geometry, nsa_attention
@@ -393,6 +393,25 @@ def test_a_model_of_windows_needs_no_pages(make_model):
     expected = one_pass(model, tokens)
     given = in_pieces(decoder, decoder.admit(), tokens, [37, 8, 1, 14])
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
+
+
+def test_memory_that_holds_one_long_sequence_is_planned_for_it(make_model):
+    """A window may be wider than that of the geometry, of 7, and pages lie beside the rings."""
+    config = make_model(layer_types=("window", "dense"), sliding_window=40).config
+    weight = cache_bytes(config, torch.float64, 2560)
+    free = weight.of_sequence(2560)
+    assert longest_that_fits(config, torch.float64, free) == 2560
+    assert longest_that_fits(config, torch.float64, free - 1) == 2560 - 256
+    assert plan_cache(config, torch.float64, 2560, free_bytes=free, sequences=9) == (1, 10)
+
+
+def test_weights_take_their_memory_twice(make_model, monkeypatch):
+    """As they are loaded, in fp32, and in the type of the products; on a CPU half of the memory is for others."""
+    model = make_model()
+    monkeypatch.setattr(paged_cache, "host_memory_bytes", lambda: 10**9)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    found = memory_for_caches(model.config, torch.bfloat16, torch.device("cpu"))
+    assert found == 10**9 // 2 - numbers * (4 + 2)
 
 
 def test_rows_of_prefixes_leave_room_for_sequences(make_model, monkeypatch):
