@@ -47,7 +47,8 @@ MODELS = {
     "nsa, random": {"selection": "random"},
     "selected": {"attention": "selected"},
     "selected, index": {"attention": "selected", "chooser": "index"},
-    "window, dense": {"layer_types": ("window", "dense"), "sliding_window": 9},
+    # Of four processes a chunk has just the tokens in front of a query that its window sees.
+    "window, dense": {"layer_types": ("window", "dense"), "sliding_window": 14},
     # Of two processes a chunk is longer than the window, of four it is shorter.
     "window, selected, index": {"layer_types": ("window", "selected"), "chooser": "index", "sliding_window": 20},
 }

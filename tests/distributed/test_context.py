@@ -34,12 +34,12 @@ def test_every_layer_is_one_process(tmp_path):
 
 
 def windows_exchange_their_neighbours_keys(received):
-    """Bytes of the layers: a window of 9 gets 8 tokens in front of each chunk, but of the first; a dense layer all."""
+    """Bytes of the layers: a window of 14 gets 13 tokens in front of each chunk but the first; a dense layer all."""
     rows, length, config = context_worker.ROWS, context_worker.LENGTH, small_config()
     token = config.num_kv_heads * (config.head_dim + config.value_dim) * torch.float64.itemsize
     for size in (2, 4):
         # Rank 0 measures every other case; of a pack all rows are one.
-        for name, tokens in (("window, dense", 8 * rows), ("window, dense, packed", 8)):
+        for name, tokens in (("window, dense", 13 * rows), ("window, dense, packed", 13)):
             window, dense = received[f"{name}, {size} processes"]
             assert window in (tokens * token, 2 * tokens * token) and dense == rows * length * token, name
     near, _ = received["window, selected, index, 2 processes"]
