@@ -101,6 +101,7 @@ def test_an_index_is_taught_with_the_model_frozen(tmp_path, capsys):
         for line in told.splitlines()
         if "trifocal train" in line
     )
+    assert str(out) in teach and str(run) in train_on
     small = [*TRAIN[4:], "--data.validation-fraction", "0", "--log.interval-steps", "1"]
     fast = ["--train.steps", "80", "--schedule.warmup-steps", "0", "--lr", "0.007"]
     assert main([*teach, *small, *fast]) == 0

@@ -131,6 +131,19 @@ def test_a_dense_model_becomes_a_sparse_one_that_was_measured(dense, tmp_path, c
     assert capsys.readouterr().out.count(": done before, in ") == 7
 
 
+@pytest.mark.parametrize(("to", "last"), [("selected", "selected"), ("mix", "selected"), ("nsa", "nsa")])
+def test_every_target_is_converted_to(tmp_path, to, last):
+    dense = write_model(tmp_path / "dense", num_layers=4)
+    options = parse_arguments(
+        sparsify.SparsifyArguments, arguments(dense, tmp_path, "--to", to), prog="trifocal sparsify"
+    )
+    work = sparsify._Work(options, dense, tmp_path / "out")
+    work.steps.mkdir(parents=True)
+    work._convert()
+    found = load_model(work.start).config
+    assert found.attention_of_layers == (*["window" if to == "mix" else last] * 3, last) and found.has_index
+
+
 def test_a_flag_of_the_geometry_leaves_its_other_defaults():
     def blocks(*more):
         words = ["DIR", "OUT", "--data", "builtin", *more]
@@ -206,14 +219,19 @@ def test_a_step_that_is_stopped_leaves_the_command_that_continues_to_sparsify(tm
     )
 
 
-def test_recall_that_stands_still_ends_the_teaching(tmp_path):
+def test_recall_that_stands_still_ends_the_teaching(dense, tmp_path, monkeypatch):
     rows = [{"kind": "train", "step": step, "unix_time_seconds": 0, "choice_recall": [None, min(0.9, step / 100)]}
-            for step in range(2, 121, 2)]  # fmt: skip
+            for step in range(2, 181, 2)]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     before, after = sparsify.recalls(tmp_path, 60, 60)
     assert after - before == pytest.approx(0.3)
     before, after = sparsify.recalls(tmp_path, 120, 20)
     assert after - before == pytest.approx(0)
+    options = parse_arguments(sparsify.SparsifyArguments, arguments(dense, tmp_path), prog="trifocal sparsify")
+    work, trained = sparsify._Work(replace(options, index_steps=300), dense, tmp_path / "out"), []
+    work.length, work.index = 64, tmp_path
+    monkeypatch.setattr(work, "_train", lambda folder, settings, steps: trained.append(steps))
+    assert work._teach() == {"taught_steps": 180, "recall": pytest.approx(0.9)} and trained == [60, 120, 180]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,13 @@ CASES = {
     ),
     "olmo2, biases, tied, sliding ignored": (
         "Olmo2",
-        {**TOKENS, "attention_bias": True, "tie_word_embeddings": True, "sliding_window": 7},
+        {
+            **TOKENS,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
     ),
     "olmo3, yarn": (
         "Olmo3",
@@ -204,6 +210,11 @@ def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path):
     expected, found = transformers.AutoConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
     assert [kind == "window" for kind in found.layer_types] == [kind[0] == "s" for kind in expected.layer_types]
     assert found.sliding_window == expected.sliding_window == 4096
+    for other in ({"max_window_layers": 3}, {"use_sliding_window": ...}):
+        _edit(**other)(tmp_path)
+        without = read_hf_config(tmp_path)
+        assert (without.attention, without.layer_types, without.sliding_window) == ("dense", (), 0)
+        _edit(max_window_layers=1)(tmp_path)
     # Beside rope_parameters, rope_scaling is the one that somebody has added.
     assert found.rope_theta == expected.rope_parameters["rope_theta"] == 10000.0
     assert found.rope_scaling.factor == expected.rope_parameters["factor"] == 2.0
@@ -217,6 +228,15 @@ def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path):
     expected, found = transformers.AutoConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
     assert found.rope_theta == expected.rope_parameters["rope_theta"] == 5000.0
     assert set(expected.layer_types) == {"full_attention"} and set(found.attention_of_layers) == {"dense"}
+
+
+def test_an_olmo_3_has_a_dense_layer_behind_three_of_windows(tmp_path):
+    theirs("Olmo3", tmp_path, **TOKENS, num_hidden_layers=5, sliding_window=7)
+    _edit(layer_types=...)(tmp_path)
+    expected = transformers.AutoConfig.from_pretrained(tmp_path).layer_types
+    found = read_hf_config(tmp_path).layer_types
+    assert [kind == "window" for kind in found] == [kind == "sliding_attention" for kind in expected]
+    assert found == (*["window"] * 3, "dense", "window")
 
 
 def test_a_mistral_has_the_layers_that_its_file_names(tmp_path):
@@ -263,6 +283,12 @@ BAD = [
         _edit(model_type="qwen3", layer_types=["full_attention"] * 2),
         "layer_types names 2 layers, but num_hidden_layers is 3",
     ),
+    (_edit(model_type="qwen3", layer_types=["full_attention"] * 4), "layer_types names 4 layers"),
+    (_edit(model_type="qwen3", layer_types=["chunked_attention"] * 3), "the layer type 'chunked_attention' is not"),
+    (
+        _edit(model_type="qwen3", layer_types=["sliding_attention"] * 3),
+        "layer_types has sliding_attention, but sliding_window is not set",
+    ),
     (_edit(hidden_act="gelu"), "the activation 'gelu'"),
     (_edit(vocab_size=...), "lacks the key 'vocab_size'"),
     (_edit(quantization_config={"bits": 4}), "quantised weights"),
@@ -302,8 +328,11 @@ def test_options_that_do_not_fit_are_refused():
         converted_config(config, "selected", COVERING, dense_layers=[3])
     with pytest.raises(UserError, match="--dense-layers goes with another --to"):
         converted_config(config, "dense", COVERING, dense_layers=[0])
-    with pytest.raises(UserError, match="--shared-kv goes with --to nsa"):
-        converted_config(config, "selected", COVERING, shared_kv=True)
+    for to in ("selected", "mix"):
+        with pytest.raises(UserError, match="--shared-kv goes with --to nsa"):
+            converted_config(replace(config, num_layers=4), to, COVERING, shared_kv=True)
+    # Layers that are alike are not named one by one, and no window is set where none is.
+    assert converted_config(config, "selected", COVERING) == replace(config, attention="selected", geometry=COVERING)
     # A window that the old geometry gives stays, whatever the new one is.
     for layers in (("dense", "window"), ("window", "window")):
         before = ModelConfig(num_layers=2, layer_types=layers, geometry=Geometry(window_size=96))
