@@ -9,7 +9,7 @@ from trifocal.cli import main
 from trifocal.doctor import measured
 from trifocal.doctor.measured import need_of
 from trifocal.models import DecoderLM
-from trifocal.train.config.load import override
+from trifocal.train.config.load import load_config, override
 from trifocal.train.launch import train
 from trifocal.train.out_of_memory import memory_remedies
 
@@ -20,10 +20,18 @@ def quick(monkeypatch):
     warm.take_the_place_of_subprocess(monkeypatch, "trifocal.testing.processes")
 
 
-def test_steps_on_the_data_of_the_config(tmp_path):
+def test_steps_on_the_data_of_the_config(tmp_path, monkeypatch):
     """A step's time counts all micro-batches, of which two are computed."""
     config = make_config(tmp_path, "--train.global_batch_size", "16")
+    healthy, taken = measured.run_processes, []
+
+    def run_processes(arguments, *rest, **limits):
+        taken.append(load_config(arguments[-1]).train)
+        healthy(arguments, *rest, **limits)
+
+    monkeypatch.setattr(measured, "run_processes", run_processes)
     need = need_of("tiny", config)
+    assert [(train.global_batch_size, train.micro_batch_size) for train in taken] == [(4, 2)]
     assert (need.problem, need.data, need.device, need.processes) == ("", "", "CPU", 1)
     parameters = sum(parameter.numel() for parameter in DecoderLM(config.model).parameters())
     assert (need.parameters, need.state_bytes) == (parameters, 16 * parameters)

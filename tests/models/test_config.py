@@ -18,6 +18,7 @@ from trifocal.models import ModelConfig
         ({"attention": "sparse"}, "model.attention must be one of 'nsa', 'selected', 'window', 'dense', got 'sparse'"),
         ({"layer_types": ("nsa", "dense", "nsa")}, "or of a few that repeat: their number must divide 2 layers, got 3"),
         ({"sliding_window": -1}, "sliding_window must be at least 0, got -1"),
+        ({"sliding_window": 2**31}, "sliding_window must be at most 2147483647, got 2147483648"),
         ({"selection": "all"}, "model.selection must be one of 'importance', 'exact', 'random', got 'all'"),
         ({"unrotated_layers": (2,)}, "unrotated_layers must be layers from 0 to 1, got "),
         ({"qk_norm": "yes"}, "model.qk_norm must be true or false, got 'yes'"),

@@ -145,7 +145,8 @@ def test_packed_documents_equal_separate_ones(make_model, options):
 @pytest.mark.parametrize("kind", ["nsa", "selected", "window", "dense"])
 def test_an_unrotated_layer_has_angles_of_zero(make_model, kind):
     """Queries and keys, raw and compressed, and those of an index are the projections themselves."""
-    model = make_model(attention=kind, chooser="index", unrotated_layers=(1,)).eval()
+    # Also where another list names it: without angles there is nothing to scale.
+    model = make_model(attention=kind, chooser="index", unrotated_layers=(1,), unscaled_layers=(1,)).eval()
     x = torch.randn(1, sum(LENGTHS), 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     documents = torch.tensor([0, *LENGTHS]).cumsum(0)
     for layer, is_same in zip(model.attention_layers(), (False, True), strict=True):

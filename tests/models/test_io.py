@@ -47,6 +47,9 @@ def test_a_configuration_that_is_missing_or_of_another_kind_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "trifocal"}', encoding="utf-8")
     with pytest.raises(UserError, match='lacks the table "model"'):
         load_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "trifocal", "model": {"dim": 24}, "hidden_size": 25}')
+    with pytest.raises(UserError, match=r"got hidden_size = 25, but model\.dim = 24; give both one value"):
+        load_weights(tmp_path)
 
 
 def test_a_shard_outside_of_its_folder_is_not_read(make_config, tmp_path):

@@ -41,6 +41,10 @@ GRADIENTS = ("--trace.what", "gradients")
         (MIXED, r"below 6, now 0, or schedule\.kind to \"wsd\""),
         (("--train.choice_loss_weight", "1"), 'model.chooser is "compressed", and the loss teaches an "index"; set it'),
         ((*INDEX, "--train.choice_loss_weight", "0"), "set train.choice_loss_weight above 0"),
+        (
+            (*INDEX, "--train.choice_loss_weight", "1", "--model.attention", "dense"),
+            "choice_loss_weight is 1, but no layer chooses blocks; set it to 0",
+        ),
         (("--train.only", "chooser"), "trains only the index, and the model has none; set model.chooser"),
         ((*INDEX, *SHORT, "--model.attention", "window"), "trains only the index, and no layer chooses blocks"),
         ((*INDEX, *SHORT), "the blocks cover all 24 tokens of .*such as --train.sequence_length 96"),

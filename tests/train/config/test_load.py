@@ -14,7 +14,7 @@ from tests.train.tiny import TOML, write_config
 from trifocal.errors import UserError, nearest, unknown
 from trifocal.fields import dotted_fields, from_table, read_flags
 from trifocal.train import RunConfig, load_config
-from trifocal.train.config.load import ALIASES, override
+from trifocal.train.config.load import ALIASES, override, repeating
 from trifocal.train.config.toml import to_toml
 
 ROOT = Path(__file__).parents[3]
@@ -171,6 +171,10 @@ def test_a_pattern_of_layers_repeats_over_another_number_of_layers():
     assert override(mix, {"model.num_layers": 4}).model.layer_types == ("window", "dense", "dense", "dense")
     with pytest.raises(UserError, match="must divide 6 layers, got 4"):
         override(mix, {"model.num_layers": 6})
+    alike = override(RunConfig(), {"model.layer_types": ("window",)})
+    assert override(alike, {"model.num_layers": 5}).model.layer_types == ("window",) * 5
+    for names in (("window", "dense", "window"), ("window", "dense", "dense", "window", "dense", "window")):
+        assert repeating(names) == names, "ends that are the same are no pattern"
 
 
 def test_the_nearest_name_is_of_the_same_leaf_or_alike():
