@@ -192,7 +192,7 @@ def write_picture(directory, step, layers):
     gates[1:2] = 0, 255, 0  # a layer of selected attention alone
     # Behind them a window and a dense layer, in front of the last.
     layers = [*range(len(gates) - 1), len(gates) + 1]
-    others = [[len(gates) - 1, 12], [len(gates), 0]]
+    others = [[len(gates) - 1, 20], [len(gates), 0]]
     picture = AttentionPicture(
         step, GEOMETRY, texts, layers, positions, documents, queries, selected, importance, dense, gates, others
     )

@@ -101,6 +101,7 @@ def test_the_picture_shows_the_text_that_a_query_reads(opened):
 
 def test_layer_group_and_step_of_the_picture_can_be_chosen(opened):
     assert opened.evaluate("[...document.querySelectorAll('.picture select.layer option')].length") == 6
+    assert opened.evaluate("document.querySelector('.picture select.layer').value") == "5", "the last that chooses"
     script = """(async () => {
       const set = (name, value) => {
         const input = document.querySelector('.picture ' + name);
@@ -116,6 +117,30 @@ def test_layer_group_and_step_of_the_picture_can_be_chosen(opened):
     assert opened.evaluate("document.querySelectorAll('.text .win').length") == 0, "the layer has no window"
     legend = opened.evaluate("document.querySelector('.picture .legend').innerText")
     assert "selected" in legend and "window" not in legend
+    assert opened.evaluate("document.querySelectorAll('.picture .gates span').length") == 0, "it has no gates"
+    assert opened.problems == []
+
+
+def test_layers_that_choose_no_blocks_show_what_they_read(opened):
+    second, row = TEXT.index("∎") + 1, len(TEXT) - 9
+    script = """(async (layer) => {
+      const picture = document.querySelector('.picture'), text = (parts) => [...parts].map((one) => one.textContent);
+      for (const [name, value] of [['.layer', layer], ['.row', %d]]) {
+        picture.querySelector(name).value = value;
+        picture.querySelector(name).dispatchEvent(new Event('input'));
+        await new Promise((done) => setTimeout(done, 300));
+      }
+      return [text(picture.querySelectorAll('figure:not([hidden]) b')), picture.querySelector('.legend').innerText,
+              picture.querySelector('.reader-head').textContent, text(picture.querySelectorAll('.text .win')).join(''),
+              picture.querySelectorAll('.text .slc, .gates span').length];
+    })(%d)"""
+    for layer, title, words, first in (
+        (3, "Window", "the layer reads the last 20 tokens", row - 19),
+        (4, "All tokens", "the layer reads all tokens", second),
+    ):
+        maps, legend, head, read, chosen = opened.evaluate(script % (row, layer))
+        assert maps == [title] and head.endswith(words) and read == TEXT[first:row] and chosen == 0
+        assert "window" in legend and "selected" not in legend
     assert opened.problems == []
 
 
@@ -170,6 +195,7 @@ def test_types_of_layers_that_repeat_are_shown_once(make_run):
     config.write_text(config.read_text().replace("[model]", f"[model]\nlayer_types = {json.dumps(types * 3)}"))
     table = re.sub("<.*?>", " ", html.unescape(comparison([read_run(run) for run in runs])))
     assert json.dumps(types) + ", repeated" in table and table.count('"selected"') == 1
+    assert "selected and window attention, " in build_page([read_run(runs[1])], "")
     # It says nothing of a model whose layers have types.
     assert re.search(r'model.attention\s+"nsa"\s+-', table)
 

@@ -225,12 +225,12 @@ def test_a_model_that_chooses_no_blocks_has_none(changes):
 
 
 def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figures_of_them(tmp_path):
-    layers = {"layer_types": ("window", "selected", "nsa"), "sliding_window": 9}
+    layers = {"layer_types": ("window", "nsa", "selected"), "sliding_window": 9}
     model = model_of(**layers, norm_after=True, qk_norm=True, qk_norm_all_heads=True)
     telemetry = AttentionTelemetry(model)
     tokens = torch.arange(LENGTH)[None] % 64
-    selected, nsa = telemetry.measure(tokens)
-    assert (selected["layer"], nsa["layer"]) == (1, 2)
+    nsa, selected = telemetry.measure(tokens)
+    assert (nsa["layer"], selected["layer"]) == (1, 2)
     assert selected.keys() == nsa.keys()
     assert [name for name in selected if selected[name] is None] == [
         name for name in selected if name.startswith(("gate_", "free_local"))
@@ -239,7 +239,7 @@ def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figu
     assert not list(alarms_of(selected))
     picture = telemetry.picture(1, tokens, ["a"] * LENGTH)
     assert (picture.layers, picture.others) == ([1, 2], [[0, 9]])
-    assert (picture.gates[0] == [0, 255, 0]).all() and (picture.gates[1] > 0).all()
+    assert (picture.gates[1] == [0, 255, 0]).all() and (picture.gates[0] > 0).all()
     picture.save(tmp_path / "attention" / "picture.npz")
     assert read_picture(tmp_path / "attention" / "picture.npz").layers == [1, 2]
 
