@@ -150,6 +150,10 @@ def test_a_long_run_keeps_a_few_pictures_with_both_ends(make_run):
         write_picture(run, step, 4)
     steps = [picture.step for picture in pictures_of(read_run(run))]
     assert len(steps) == 6 and (steps[0], steps[-1]) == (150, 410)
+    path = run / "attention" / "step_00000150.npz"
+    first = read_picture(path)
+    replace(first, texts=["of another sequence", *first.texts[1:]]).save(path)
+    assert [picture.step for picture in pictures_of(read_run(run))] == steps[1:]
 
 
 def test_a_comparison_draws_every_run(make_run, browser):
