@@ -26,10 +26,14 @@ PACKAGES = "ops|nn|models|generate|data|distributed|runlog|telemetry|report|trai
 PATH = re.compile(rf"(?:src|tests|docs|configs|benchmarks|examples|{PACKAGES})/[\w./-]*\w")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
-def test_python_blocks_run_and_print_what_the_page_says(page, tmp_path, monkeypatch):
+def need_packages(page):
     if page.name == "huggingface.md":
         pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_python_blocks_run_and_print_what_the_page_says(page, tmp_path, monkeypatch):
+    need_packages(page)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     # One page is one session: a later block uses the names of an earlier one.
@@ -73,8 +77,7 @@ def test_files_that_are_named_exist(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in HISTORY], ids=name_of)
 def test_python_names_exist(page):
-    if page.name == "huggingface.md":
-        pytest.importorskip("transformers")
+    need_packages(page)
     for code in inline_code(page):
         name = re.match(r"trifocal(\.\w+)+", code)
         if name and not name[0].endswith((".py", ".toml")):

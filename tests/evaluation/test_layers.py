@@ -34,6 +34,7 @@ def test_a_layer_whose_blocks_cover_the_row_does_no_harm(device, tmp_path):
 
     # Two roundings to bf16 are 1e-5 and more apart.
     assert max(harm(8)) < 1e-7
+    assert min(harm(3)) > 1e-4
     first, last = harm(4)
     assert min(first, last) > 1e-4 and first != last, "one layer at a time"
     assert [*harm(4, compression_block_size=64)] == [first, last], "no compressed key chooses"

@@ -40,7 +40,7 @@ def picture_card(pictures: list[AttentionPicture]) -> str:
     """The picture with its controls, as HTML for picture.js, of at least one picture of a run."""
     last = pictures[-1]
     num_groups = last.importance.shape[2]
-    layers = _select("layer", [*_shown(last)], last.layers[-1])
+    layers = _select("layer", list(range(len(_shown(last)))), last.layers[-1])
     groups = _select("group", list(range(num_groups)), 0)
     frames = len(pictures) - 1
     hidden = " hidden" if frames == 0 else ""
@@ -86,7 +86,7 @@ def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
     last = pictures[-1]
     _, _, num_groups, num_blocks = last.importance.shape
     return {
-        "shown": [*_shown(last).values()],
+        "shown": _shown(last),
         "groups": num_groups,
         "blocks": num_blocks,
         "slots": last.selected.shape[-1],
@@ -108,10 +108,11 @@ def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
     }
 
 
-def _shown(picture: AttentionPicture) -> dict[int, tuple[int, int]]:
-    """For each layer of the model, by number: the place of its arrays and 0; or -1 and its window, 0 for everything."""
+def _shown(picture: AttentionPicture) -> list[tuple[int, int]]:
+    """Of each layer of the model: the place of its arrays and 0; or -1 and its window, 0 for everything."""
     shown = {number: (place, 0) for place, number in enumerate(picture.layers)}
-    return dict(sorted((shown | {number: (-1, window) for number, window in picture.others}).items()))
+    shown |= {number: (-1, window) for number, window in picture.others}
+    return [shown[number] for number in range(len(shown))]
 
 
 def _base64(array: NDArray[Any]) -> str:
